@@ -28,7 +28,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import bubble_formula, make_pipeline_schedule, simulate_pipeline_schedule
 
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]  # with stages per rank
 MICROBATCHES = [4, 8, 16, 32]
@@ -89,7 +89,7 @@ def measure(case: Case, seconds: float) -> float:
     """The share of a step, from the first rank's start to the last one's end, in which the ranks do not sleep."""
     name, virtual_stages, count = case
     rank, pp = dist.get_rank(), dist.get_world_size()
-    schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+    schedule = make_pipeline_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
     stages = {
         stage: Sleeper(seconds / virtual_stages, splits_backward=schedule.splits_backward)
         for stage in schedule.stages_of_rank(rank)
@@ -127,11 +127,11 @@ def run(rank: int, pp: int, rounds: int, seconds: float, store: str) -> None:
 def row(case: Case, shares: list[float], pp: int) -> dict[str, Any]:
     """What was measured, beside theory. The least of the rounds: whatever else the machine does only adds."""
     name, stages, count = case
-    schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
+    schedule = make_pipeline_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
     formula = bubble_formula(schedule)
     return {
         "schedule": name, "stages_per_rank": stages, "microbatches": count, "measured": round(min(shares), 4),
-        "simulated": round(simulate_schedule(schedule).mean_bubble_share, 4), "formula": formula and round(formula, 4),
+        "simulated": round(simulate_pipeline_schedule(schedule).mean_bubble_share, 4), "formula": formula and round(formula, 4),
         "rounds": [round(share, 4) for share in shares],
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import record
 import torch
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_common.model_config import ModelConfig
 
@@ -35,7 +35,7 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
         {"num_layers": layers, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 32,
          "num_kv_heads": 8, "vocab_size": 128_256, "tie_embeddings": True}
     )  # fmt: skip
-    family = family_by_name("llama")
+    family = find_family_by_name("llama")
     tensors = {name: (torch.bfloat16, disk.shape) for name, disk in family.disk_tensor_table(model).items()}
     header = SafetensorsHeader.make_header(tensors, {"format": "pt"})
     folder.mkdir(parents=True)

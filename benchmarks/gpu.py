@@ -33,13 +33,13 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import KernelsConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.metrics_log import MfuCalculator, get_peak_allocated_bytes
-from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.parallel.context_parallel import BlockwiseAttention, RingKeyValueExchange
 from mega_trainer.plan.flops import count_parameters_by_layer
-from mega_trainer.run.build_components import choose_kernels, compute_dtype, create_kernels
+from mega_trainer.run.build_components import choose_kernels, create_kernels, get_compute_dtype
 
 Step = Callable[[], object]
 Contestant = tuple[Callable[[RunConfig, torch.device], Step], RunConfig]
@@ -86,7 +86,7 @@ def products(config: RunConfig, device: torch.device) -> Step:
     made = []
     for inner, columns in shapes:
         sizes = ((n, inner), (columns, inner), (n, columns))
-        x, w, y = (torch.randn(size, dtype=compute_dtype(config), device=device) for size in sizes)
+        x, w, y = (torch.randn(size, dtype=get_compute_dtype(config), device=device) for size in sizes)
         made.append([(x, w.t()), (y, w), (y.t(), x)])
 
     def step() -> None:
@@ -125,7 +125,7 @@ def measure(all_of_them: dict[str, Contestant], end: float, device: torch.device
 
 
 def described(config: RunConfig, times: list[float], memory: int, device: torch.device) -> dict[str, Any]:
-    speed = MfuCalculator.for_run(config, device, compute_dtype(config), world_size=1)
+    speed = MfuCalculator.for_run(config, device, get_compute_dtype(config), world_size=1)
     count = count_parameters_by_layer(config.model)
     rate = config.batch.micro * config.data.seq_length / statistics.median(times)
     achieved = rate * speed.exact
@@ -155,8 +155,8 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
         (1, length, heads, model.query_key_head_dim)
         for heads in (model.num_attention_heads, *[model.key_value_heads] * 2)
     ]
-    q, k, v = (torch.randn(size, dtype=compute_dtype(config), device=device, generator=generator) for size in sizes)
-    documents = PackedMask.from_lengths([length // 8] * 8, CAUSAL, device)
+    q, k, v = (torch.randn(size, dtype=get_compute_dtype(config), device=device, generator=generator) for size in sizes)
+    documents = PackedDocumentMask.from_lengths([length // 8] * 8, CAUSAL, device)
     masks: dict[str, AttentionMaskSpec] = {
         "whole": CAUSAL,
         "documents": documents,
@@ -172,7 +172,7 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
         except ConfigError as error:
             print(error)
             continue
-        kernels = create_kernels(choice, LeafCompiler())
+        kernels = create_kernels(choice, FusibleFunctionCompiler())
         cases: dict[str, Step] = {kind: partial(whole, kernels, q, k, v, mask) for kind, mask in masks.items()}
         cases["ring"] = partial(ring, kernels, q, k, v)
         found[choice.attention] = {kind: timed(step, device) for kind, step in cases.items()}

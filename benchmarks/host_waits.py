@@ -42,7 +42,7 @@ from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.run import build_components, train_step
 from mega_trainer.run.train_step import evaluate_losses
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 GPU = "gpu"  # what the device that is not there is called
 READS = frozenset(
@@ -182,7 +182,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
     with fake_gpu(ranks), HostWaits():
         device = torch.device(GPU, 0)
         groups = build_components.connect_parallel_groups(config, RankInfo(0, ranks))
-        state, executor = assemble_training(config, groups, device)
+        state, executor = build_training_state_and_executor(config, groups, device)
         batch = samples(config.data.seq_length, 2, documents=documents)
 
         def micro() -> Any:

@@ -28,7 +28,7 @@ from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 LENGTH, MICRO_BATCHES = 256, 4
 RUN = {
@@ -46,7 +46,7 @@ def measure(pairs: int) -> dict[str, float]:
     torch.set_num_threads(1)
     config, device = RunConfig.parse(RUN), torch.device("cpu")
     groups = build_components.connect_parallel_groups(config, RankInfo())
-    state, executor = assemble_training(config, groups, device)
+    state, executor = build_training_state_and_executor(config, groups, device)
     shape = (MICRO_BATCHES, LENGTH)
     tokens, places = np.ones((MICRO_BATCHES, LENGTH + 1), np.int64), np.tile(np.arange(LENGTH), (MICRO_BATCHES, 1))
     batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(MICRO_BATCHES))
@@ -58,7 +58,7 @@ def measure(pairs: int) -> dict[str, float]:
         begin = time.process_time()
         train_step(executor, state.optimizer, micro, tokens=[float(LENGTH * MICRO_BATCHES)], lr=1e-4, clip=1.0)
         if told:
-            goodput.add_lost_phases(phases.take_durations())
+            goodput.add_lost_phases(phases.take_phase_durations())
             goodput.metrics_fields(time.time())
         return time.process_time() - begin
 
@@ -72,7 +72,7 @@ def measure(pairs: int) -> dict[str, float]:
             for name in names:
                 with phases.time_phase(name):
                     pass
-            goodput.add_lost_phases(phases.take_durations())
+            goodput.add_lost_phases(phases.take_phase_durations())
             goodput.metrics_fields(time.time())
         return (time.process_time() - begin) / 1000
 

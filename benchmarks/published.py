@@ -17,7 +17,11 @@ from pathlib import Path
 from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.plan.flops import hardware_flops, model_flops, published_flops
+from mega_trainer.plan.flops import (
+    compute_flops_by_convention,
+    compute_hardware_flops_per_token,
+    compute_model_flops_per_token,
+)
 from mega_trainer.plan.held_out_error import classify_model
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
@@ -240,14 +244,16 @@ def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float
     again = "SC21" in row["source"] or "incl. recompute" in row["source"]
     causal = "causal-halved" in row["source"]
     flops = (
-        hardware_flops(model, seq, recompute="full", causal=causal) if again else model_flops(model, seq, causal=causal)
+        compute_hardware_flops_per_token(model, seq, recompute="full", causal=causal)
+        if again
+        else compute_model_flops_per_token(model, seq, causal=causal)
     )
     if row["tflops_per_gpu"]:
         return float(row["tflops_per_gpu"]) * 1e12 / flops
     if maker_of(row) == "nanotron":
         # the figure's MFU is 6 N + 12 L H Q S, where N counts a tied table on both end stages
         twice = model.vocab_size * model.hidden_size * (model.tie_embeddings and number(row, "pp") > 1)
-        flops = published_flops(model, seq, "mosaic") + 6 * twice
+        flops = compute_flops_by_convention(model, seq, "mosaic") + 6 * twice
     return float(row["mfu"]) / 100 * machine.get_peak_flops("bf16") / flops if row["mfu"] else 0.0
 
 

@@ -46,17 +46,17 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import blockwise_attention, gemm_accumulation, grouped_gemm
 from mega_trainer.kernels import fp8_kernels as fp8_kernels
-from mega_trainer.kernels.attention_masks import CAUSAL, PackedMask
+from mega_trainer.kernels.attention_masks import CAUSAL, PackedDocumentMask
 from mega_trainer.kernels.flash_attention import TorchFlashKernel
 from mega_trainer.kernels.fp8_kernels import (
     KINDS,
     Fp8Kernels,
-    QuantizedMatrix,
-    quantize_leaf,
-    quantize_with_transpose_leaf,
+    Fp8Matrix,
+    fusible_quantize,
+    fusible_quantize_with_transpose,
 )
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import expert_router, vocab_parallel_loss
 from mega_trainer.model.decoder import Decoder
@@ -292,7 +292,7 @@ def _nbytes(t: Tensor) -> int:
 def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     """Sizes of chunks as on a GPU, and its kernels for what a CPU makes of several."""
 
-    def leaf(self: LeafCompiler, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def leaf(self: FusibleFunctionCompiler, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with traffic.silence():
             out = function(*args, **kwargs)
         outs = _tensors(out)
@@ -301,14 +301,18 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
-        across = function is quantize_with_transpose_leaf or not ins[0].is_contiguous()
-        far = function in (quantize_leaf, quantize_with_transpose_leaf) and args[2] == 0 and (args[1] == 0 or across)
+        across = function is fusible_quantize_with_transpose or not ins[0].is_contiguous()
+        far = (
+            function in (fusible_quantize, fusible_quantize_with_transpose)
+            and args[2] == 0
+            and (args[1] == 0 or across)
+        )
         ahead = ins if far else []
         size = sum(map(_nbytes, [*ins, *ahead, *outs]))
         traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
         return out
 
-    def eight_bits(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    def eight_bits(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         m, n, k = a.values.shape[0], *b.values.shape
         with traffic.silence():
             out = a.values.new_empty(m, n, dtype=dtype)
@@ -332,7 +336,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
             )
         )
         for place, name, stand_in in (
-            (LeafCompiler, "__call__", leaf), (gemm_accumulation, "_at_once", lambda out: True),
+            (FusibleFunctionCompiler, "__call__", leaf), (gemm_accumulation, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
@@ -345,7 +349,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 def dense(traffic: Traffic, length: int) -> int:
     """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
     config = _config(length)
-    leaves = LeafCompiler(compiled=True)
+    leaves = FusibleFunctionCompiler(compiled=True)
     with traffic.silence():
         model = Decoder(
             LayerBuilder(config, ParallelGroups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU)
@@ -387,7 +391,7 @@ def dense(traffic: Traffic, length: int) -> int:
 
 def fp8(traffic: Traffic, length: int, recipe: str) -> None:
     """A layer whose products are in eight bits, forward and backward."""
-    config, leaves = _config(length), LeafCompiler(compiled=True)
+    config, leaves = _config(length), FusibleFunctionCompiler(compiled=True)
     with traffic.silence():
         build = LayerBuilder(config, ParallelGroups(), TorchKernels(leaves), dtype=torch.bfloat16, device=CPU)
         model = Decoder(replace(build, by_layer={0: Fp8Kernels(recipe, leaves=leaves)}))
@@ -479,7 +483,7 @@ def attention(traffic: Traffic, length: int) -> None:
         q, k, v = _heads(traffic, length)
         with (
             mock.patch.object(blockwise_attention, "_split_documents", _as_one_kernel)
-            if isinstance(mask, PackedMask)
+            if isinstance(mask, PackedDocumentMask)
             else ExitStack()
         ):
             _both_ways(traffic, f"attention, {name}", lambda q=q, k=k, v=v, mask=mask: TorchKernels().attention(
@@ -527,7 +531,7 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
                 if bound and way:
                     by_te, by_nvshmem = (
                         TransformerEngineDispatcher,
-                        partial(NvshmemDispatcher, parts=1, leaves=LeafCompiler(compiled=True)),
+                        partial(NvshmemDispatcher, parts=1, leaves=FusibleFunctionCompiler(compiled=True)),
                     )
                     own = (by_te if way == "te, " else by_nvshmem)(moe.num_experts, groups.ep, bound=bound)
                 build = LayerBuilder(
@@ -646,7 +650,7 @@ def transformer_engine(kernel: Callable[..., Tensor]) -> dict[str, ModuleType]:
     return found
 
 
-def _as_one_kernel(mask: PackedMask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _as_one_kernel(mask: PackedDocumentMask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A GPU takes all documents at once; here they are as long as each other, and so rows of a batch."""
     yield tuple(t.view(len(mask.lengths), -1, *t.shape[2:]) for t in tensors)
 

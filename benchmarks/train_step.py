@@ -36,9 +36,9 @@ from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.plan.flops import count_parameters_by_layer
-from mega_trainer.run.build_components import compute_dtype, connect_parallel_groups
+from mega_trainer.run.build_components import connect_parallel_groups, get_compute_dtype
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
@@ -80,7 +80,7 @@ def tokens(config: RunConfig) -> np.ndarray:
 
 def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     groups = connect_parallel_groups(config, RankInfo())
-    state, executor = assemble_training(config, groups, device)
+    state, executor = build_training_state_and_executor(config, groups, device)
     initialize_weights(state.stages[0], 0)
     state.optimizer.load_main_from_model()
     ids = tokens(config)
@@ -109,7 +109,7 @@ def hf_config(config: RunConfig) -> transformers.LlamaConfig:
 
 def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     with device:
-        llama = transformers.LlamaForCausalLM(hf_config(config)).to(compute_dtype(config))
+        llama = transformers.LlamaForCausalLM(hf_config(config)).to(get_compute_dtype(config))
     ids = torch.from_numpy(tokens(config)[:, :-1].copy()).to(device)
     step: Callable[[], object] = bare_step.step_of(llama, ids, recompute=config.recompute.kind == "full")
     return step
@@ -160,7 +160,7 @@ def bare(config: RunConfig, model: dict[str, Any], threads: int, folder: Path, *
     """transformers' side, on the same tokens."""
     given = {
         "model": model, "tokens": tokens(config)[:, :-1].tolist(), "threads": threads, "compiled": compiled,
-        "dtype": str(compute_dtype(config)).removeprefix("torch."),
+        "dtype": str(get_compute_dtype(config)).removeprefix("torch."),
     }  # fmt: skip
     file = folder / f"{len(list(folder.iterdir()))}.json"
     file.write_text(json.dumps(given))

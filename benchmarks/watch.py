@@ -29,7 +29,7 @@ from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 STEPS = 12  # in a second or two, so that a machine is as fast in both halves of a pair
 
@@ -39,7 +39,7 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     config, device = RunConfig.parse(model.RUN), torch.device("cpu")
     groups, phases = build_components.connect_parallel_groups(config, RankInfo()), PhaseTimer(device)
-    state, executor = assemble_training(config, groups, device, phases.time_phase)
+    state, executor = build_training_state_and_executor(config, groups, device, phases.time_phase)
     shape = (model.MICRO_BATCHES, model.LENGTH)
     tokens, places = np.ones((shape[0], shape[1] + 1), np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
     batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(shape[0]))
@@ -51,7 +51,7 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
         with watch if watched else nullcontext():
             for _ in range(STEPS):
                 train_step(executor, state.optimizer, micro, tokens=[float(shape[0] * shape[1])], lr=1e-4, clip=1.0)
-                phases.take_durations()
+                phases.take_phase_durations()
         return time.process_time() - begin
 
     block(watched=True)

@@ -15,7 +15,7 @@ import yaml
 
 from mega_trainer.config.run_config import RunConfig, load_run_config
 from mega_trainer.plan.device_memory import add_non_tensor_memory
-from mega_trainer.plan.flops import published_flops
+from mega_trainer.plan.flops import compute_flops_by_convention
 from mega_trainer.plan.layout_candidates import list_layout_settings
 from mega_trainer.plan.layout_search import format_layout, make_planned_run
 from mega_trainer.plan.machine import load_machine
@@ -70,7 +70,7 @@ def begun(name: str, config: RunConfig, ranks: int) -> str:
 
 
 def _flops(config: RunConfig) -> float:
-    return published_flops(config.model, config.data.seq_length, "megatron")
+    return compute_flops_by_convention(config.model, config.data.seq_length, "megatron")
 
 
 def _others(found: dict[str, Any], config: RunConfig) -> str:

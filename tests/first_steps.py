@@ -18,7 +18,7 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.build_components import connect_parallel_groups, load_datasets
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
-from mega_trainer.run.training_run import assemble_training, initialize_state
+from mega_trainer.run.training_run import build_training_state_and_executor, initialize_training_state
 from mega_trainer.verify.case_comparison import largest_error
 from mega_trainer.verify.case_trainer import make_case_groups
 from mega_trainer.verify.layout_case import ConfigCase
@@ -43,8 +43,8 @@ def step(
     config, device = RunConfig.parse(resolve_run_config(raw)), torch.device("cpu")
     groups = connect_parallel_groups(config, ranks, maker)
     training, _ = load_datasets(config, None)
-    state, executor = assemble_training(config, groups, device)
-    initialize_state(state, None, groups.world, None)
+    state, executor = build_training_state_and_executor(config, groups, device)
+    initialize_training_state(state, None, groups.world, None)
     objective, _ = build_objectives(config, executor, device, 0, training, None)
     loader = BatchLoader(
         training,

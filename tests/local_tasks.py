@@ -12,7 +12,7 @@ import yaml
 from chat_templates import QWEN
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_data.tokenizer import train_tokenizer
 
 WORDS = [
@@ -84,7 +84,7 @@ def write_model(folder: Path, name: str = "grouped", family: str = "llama") -> N
     """A tiny random model as a HuggingFace folder, with a tokenizer, its chat template, and room for 64 tokens."""
     tokenizer = train_tokenizer([" ".join(WORDS)] * 3, 300, folder)
     model = variant(name).model_copy(update={"vocab_size": tokenizer.vocab_size})
-    save_tiny(folder, family_by_name(family), model)
+    save_tiny(folder, find_family_by_name(family), model)
     (folder / "chat_template.jinja").write_text(QWEN.replace("<<", "").replace(">>", ""))
 
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 from serving import serving
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
@@ -44,7 +44,7 @@ def chat_model(
 
 def _save(folder: Path, tokenizer: Tokenizer, max_position: int) -> None:
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": max_position})
-    save_tiny(folder, family_by_name("llama"), config)
+    save_tiny(folder, find_family_by_name("llama"), config)
 
 
 def engine_for(folder: Path, *, cache_tokens: int = 2048, batch_size: int = 8, **options: Any) -> InferenceEngine:

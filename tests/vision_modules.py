@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from mega_ckpt.families import family_of_config
-from mega_ckpt.families.image_processor import add_module_processor, apply_image_processor
+from mega_ckpt.families import detect_model_family
+from mega_ckpt.families.image_processor import add_image_prompt_text_settings, update_config_from_image_processor
 from mega_data.images.image_inputs import ImageInputs
 from mega_data.tokenizer import train_tokenizer
 
@@ -227,10 +227,12 @@ def read_vision(kind: str) -> dict[str, Any]:
     """The section `vision` of a type, for any text model as wide as its own."""
     config, image_processor, processor, named = CASES[kind]
     raw = json.loads(CONFIG_MAPPING[kind](**config).to_json_string(use_diff=False)) | {"model_type": kind}
-    vision = family_of_config(raw).read_config_json(raw).vision
+    vision = detect_model_family(raw).read_config_json(raw).vision
     assert vision is not None
     files = {"processor_config.json": processor, "tokenizer_config.json": {"extra_special_tokens": named}}
-    vision = add_module_processor(apply_image_processor(vision, image_processor), lambda name: files.get(name, {}))
+    vision = add_image_prompt_text_settings(
+        update_config_from_image_processor(vision, image_processor), lambda name: files.get(name, {})
+    )
     found: dict[str, Any] = vision.model_dump(mode="json", exclude_unset=True)
     return found
 

@@ -46,7 +46,7 @@ def inspect_command(path: Inspected, as_json: Json = False) -> None:
     Tensor data are not read.
     """
     from mega_ckpt.formats.megatron_source import is_megatron_folder
-    from mega_ckpt.inspect_foreign import inspect_foreign, inspect_megatron, is_foreign_model
+    from mega_ckpt.inspect_foreign import inspect_foreign, inspect_megatron, is_hf_or_gguf_model
     from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import inspect_checkpoint
 
@@ -54,7 +54,7 @@ def inspect_command(path: Inspected, as_json: Json = False) -> None:
     if isinstance(folder, Path) and is_megatron_folder(folder):
         _print_report(inspect_megatron(folder), as_json)
     else:
-        _print_report(inspect_foreign(folder) if is_foreign_model(folder) else inspect_checkpoint(folder), as_json)
+        _print_report(inspect_foreign(folder) if is_hf_or_gguf_model(folder) else inspect_checkpoint(folder), as_json)
 
 
 @app.command("verify", epilog="Example: mega ckpt verify runs/llama3-8b --finite")
@@ -67,12 +67,12 @@ def verify_command(
 
     HuggingFace and GGUF models have no checksums: for them, the check is that every tensor can be read.
     """
-    from mega_ckpt.inspect_foreign import is_foreign_model, verify_foreign
+    from mega_ckpt.inspect_foreign import is_hf_or_gguf_model, verify_hf_or_gguf_model
     from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import verify_checkpoint
 
     folder = resolve_run_to_checkpoint(path)
-    report = (verify_foreign if is_foreign_model(folder) else verify_checkpoint)(folder, finite=finite)
+    report = (verify_hf_or_gguf_model if is_hf_or_gguf_model(folder) else verify_checkpoint)(folder, finite=finite)
     _print_report(report, as_json)
     if not report.ok:
         raise typer.Exit(2)
@@ -103,9 +103,9 @@ def prune_command(
 
     The copy has a fraction of the size, and can be used for inference or to initialise a run.
     """
-    from mega_ckpt.derive_checkpoint import prune_checkpoint
+    from mega_ckpt.derive_checkpoint import copy_checkpoint_without_training_state
 
-    prune_checkpoint(source, destination)
+    copy_checkpoint_without_training_state(source, destination)
     print(destination)
 
 

@@ -53,7 +53,7 @@ class MegatronCheckpointFormat(StrEnum):
     TORCH = "torch"
 
 
-class MegatronLayerSpec(StrEnum):
+class MegatronTransformerImpl(StrEnum):
     """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint.
     They are `local` or Transformer Engine layers.
     """
@@ -123,7 +123,7 @@ Pp = Annotated[int, typer.Option(min=1, help="With --to megatron: pipeline-paral
 
 
 TransformerImpl = Annotated[
-    MegatronLayerSpec,
+    MegatronTransformerImpl,
     typer.Option(help="With --to megatron --format torch: value of Megatron's --transformer-impl in the target run."),
 ]
 
@@ -196,7 +196,7 @@ def convert_command(
     megatron_format: FormatOption = MegatronCheckpointFormat.TORCH_DIST,
     tp: Tp = 1,
     pp: Pp = 1,
-    transformer_impl: TransformerImpl = MegatronLayerSpec.TRANSFORMER_ENGINE,
+    transformer_impl: TransformerImpl = MegatronTransformerImpl.TRANSFORMER_ENGINE,
     config: Settings = None,
     vocab_size: Annotated[
         int | None,
@@ -334,7 +334,7 @@ def _open_calibration(source: str, data: Path, perplexity: Path | None) -> Calib
             f"--perplexity {perplexity} conflicts with --calibrate, which adapts the weights to the same text",
             hint="measure on a text that is not used otherwise",
         )
-    return TextCalibration.open_data(source, data)
+    return TextCalibration.open_calibration_data(source, data)
 
 
 def _check_text_data(option: str, data: Path, example: str) -> None:

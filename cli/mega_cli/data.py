@@ -242,7 +242,7 @@ def report_command(
 
     For an output folder of `mega data clean`, the page shows dropped documents by reason. The page is self-contained.
     """
-    from mega_data.reports.html_report import write_html_report as run
+    from mega_data.reports.html_report import write_dataset_html_report as run
     from mega_data.tokenizer import Tokenizer
 
     if output.suffix.lower() not in (".html", ".htm"):

@@ -358,13 +358,13 @@ def _chat_options(
         template=chat_template,
         template_options=options,
         turn_weights=turn_weights,
-        columns=parse_columns(columns or []),
+        columns=parse_column_mapping(columns or []),
         labels=[name.strip() for name in labels.split(",")] if labels else [],
         negatives=negatives,
     )
 
 
-def parse_columns(given: list[str]) -> dict[str, str]:
+def parse_column_mapping(given: list[str]) -> dict[str, str]:
     """Return the record columns that `--map KEY=COLUMN` options name, by key."""
     from typing import get_args
 

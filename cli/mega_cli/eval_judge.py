@@ -62,13 +62,13 @@ def evaluate_by_judge(options: JudgeOptions) -> None:
         TrainingError: when the judge does not answer.
     """
     from mega_eval.judge_scores import JudgeClient, compare_answers, read_judged_prompts, score_answers
-    from mega_eval.result_reports import check_picture_file, draw_results, format_metric_table, write_results_csv
+    from mega_eval.result_reports import check_picture_file, format_metric_table, plot_task_results, write_results_csv
 
     if options.picture is not None:
         check_picture_file(options.picture)
     key = next((value for name in KEY_VARIABLES if (value := os.environ.get(name))), None)
     client = JudgeClient(options.url, options.judge, key)
-    client = replace(client, model=client.find_model())  # before the work of answering
+    client = replace(client, model=client.get_judge_model_name())  # before the work of answering
     prompts = _select_prompts(read_judged_prompts(options.prompts), options)
     others = None if options.against is None else _answer_prompts(options.against, prompts, options)
     answers = _answer_prompts(options.model, prompts, options)
@@ -82,7 +82,7 @@ def evaluate_by_judge(options: JudgeOptions) -> None:
     if options.csv_file is not None:
         write_results_csv(options.csv_file, results)
     if options.picture is not None:
-        draw_results(options.picture, results, f"{options.model}, judged by {client.model}")
+        plot_task_results(options.picture, results, f"{options.model}, judged by {client.model}")
     print(format_metric_table(results))
 
 

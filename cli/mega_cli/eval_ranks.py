@@ -137,7 +137,7 @@ def _lead(
         write_task_results,
     )
     from mega_eval.model_loading import find_end_tokens
-    from mega_eval.result_reports import draw_results, write_results_csv
+    from mega_eval.result_reports import plot_task_results, write_results_csv
     from mega_trainer.config.extensions import load_extensions
 
     manager = load_harness_task_manager(names, options.include_path)  # reports unknown names before the model is loaded
@@ -157,7 +157,7 @@ def _lead(
     if model_settings.csv_file is not None:
         write_results_csv(model_settings.csv_file, results)
     if model_settings.picture is not None:
-        draw_results(model_settings.picture, results, model_settings.model)
+        plot_task_results(model_settings.picture, results, model_settings.model)
     print(format_results_table(results))
 
 

@@ -31,7 +31,7 @@ UNCHANGED_SECONDS = 2.0
 SHOW_PROGRESS = 1 << 29  # bytes: below this, reading takes less than two seconds
 
 
-class FileRecord(StrictConfig):
+class CachedFileDigest(StrictConfig):
     """Size in bytes, modification time in ns and hex SHA-256 of a file when it was last read."""
 
     size: int
@@ -46,14 +46,14 @@ class FileDigests:
     A file with the size and modification time of a known record is not read again.
     """
 
-    def __init__(self, base: Path, known: Mapping[str, FileRecord]) -> None:
+    def __init__(self, base: Path, known: Mapping[str, CachedFileDigest]) -> None:
         self.base = base
         self.known = dict(known)
-        self.records: dict[str, FileRecord] = {}
+        self.records: dict[str, CachedFileDigest] = {}
 
-    def digest_patterns(self, patterns: Iterable[str]) -> dict[str, str]:
+    def hash_matching_files(self, patterns: Iterable[str]) -> dict[str, str]:
         """Return {file name: hex SHA-256} of all files that the paths, folders and glob patterns match, sorted by name."""
-        names = sorted(set(expand_patterns(self.base, patterns)))
+        names = sorted(set(iterate_files_matching_patterns(self.base, patterns)))
         unknown = [name for name in names if not self._is_known(name)]
         size = sum((self.base / name).stat().st_size for name in unknown)
         with contextlib.ExitStack() as stack:
@@ -74,13 +74,13 @@ class FileDigests:
         path = self.base / name
         before = path.stat()
         sha256 = compute_file_sha256(path, advance=advance)
-        record = FileRecord(size=before.st_size, mtime_ns=before.st_mtime_ns, sha256=sha256)
+        record = CachedFileDigest(size=before.st_size, mtime_ns=before.st_mtime_ns, sha256=sha256)
         self.known[name] = record
         if time.time() - before.st_mtime > UNCHANGED_SECONDS:
             self.records[name] = record
 
 
-def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
+def iterate_files_matching_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
     """Yield the names, relative to `base`, of all files that `patterns` match: files, all files in folders, and globs."""
     for pattern in patterns:
         exists = os.path.exists(base / pattern)  # Path.exists raises for text that is too long for a name

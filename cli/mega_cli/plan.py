@@ -290,9 +290,9 @@ def _format_plan(plan: dict[str, Any]) -> str:
         parts = ", ".join(f"{kind} {size / scale:.2f}" for kind, size in kinds.items())
         lines.append(f"  {rank}: {sum(kinds.values()) / scale:.2f} {unit} = {parts}; {flight} activations in flight")
     if "time" in plan:
-        from mega_cli.plan_prediction import format_prediction
+        from mega_cli.plan_prediction import format_speed_prediction
 
-        lines += format_prediction(plan["time"])
+        lines += format_speed_prediction(plan["time"])
     if plan["drawing"]:
         lines.append(f"schedule drawn to {plan['drawing']}")
     return "\n".join(lines)

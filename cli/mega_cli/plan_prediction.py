@@ -27,12 +27,12 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
     from mega_trainer.pipeline.schedules import (
         bubble_formula,
-        make_schedule,
+        make_pipeline_schedule,
         peak_in_flight_microbatches,
-        simulate_schedule,
+        simulate_pipeline_schedule,
     )
     from mega_trainer.plan.device_memory import add_non_tensor_memory
-    from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
+    from mega_trainer.plan.flops import CONVENTIONS, compute_flops_by_convention, count_parameters_by_layer
     from mega_trainer.plan.layer_flops import image_flops
     from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_memory
@@ -48,11 +48,11 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     bubble = estimate_bubble(parallel.schedule, **shape)
     if draw is not None:
         check_operation_count(micro, parallel.pp * parallel.virtual_stages, "--draw")
-        schedule = make_schedule(parallel.schedule, **shape)
-        draw.write_text(draw_schedule_svg(schedule, simulate_schedule(schedule)), encoding="utf-8")
+        schedule = make_pipeline_schedule(parallel.schedule, **shape)
+        draw.write_text(draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule)), encoding="utf-8")
     tokens = config.batch.global_ * config.tokens_per_sample
     flops = {
-        kind: published_flops(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
+        kind: compute_flops_by_convention(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
         for kind in CONVENTIONS
     }
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.iterate_rampup_sizes()]
@@ -92,7 +92,7 @@ def predict_run_speed_and_cost(
     The error of the prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan
     --json` prints them.
     """
-    from mega_trainer.plan.flops import model_flops, palm_flops
+    from mega_trainer.plan.flops import compute_model_flops_per_token, compute_palm_flops_per_token
     from mega_trainer.plan.layout_changes import find_faster_layout_changes, find_fitting_layout_changes
     from mega_trainer.plan.layout_search import make_planned_run
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
@@ -108,8 +108,8 @@ def predict_run_speed_and_cost(
         "error": describe_prediction_error(config.model, machine, config.precision),
         "tokens_per_second_per_gpu": rate / ranks,
         "peak_of": kind,
-        "mfu_causal": rate / ranks * (model_flops(config.model, length) + other) / peak,
-        "mfu_palm": rate / ranks * (palm_flops(config.model, length) + other) / peak,
+        "mfu_causal": rate / ranks * (compute_model_flops_per_token(config.model, length) + other) / peak,
+        "mfu_palm": rate / ranks * (compute_palm_flops_per_token(config.model, length) + other) / peak,
         "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
         **({"hidden_exchange_seconds": step.hidden_exchange} if step.hidden_exchange else {}),
         "memory_limit_bytes": round(machine.usable_memory_bytes),
@@ -140,7 +140,7 @@ def predict_run_speed_and_cost(
     return prediction
 
 
-def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
+def format_speed_prediction(prediction: Mapping[str, Any]) -> list[str]:
     """Return the prediction of a run's step time, MFU and cost (the result of `predict_run_speed_and_cost`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
@@ -201,14 +201,19 @@ def calibrate_machine_spec(config: RunConfig, ranks: int, machine: MachineSpec, 
     import yaml
 
     from mega_trainer.plan.layout_search import make_planned_run
-    from mega_trainer.plan.machine_calibration import compare_predictions, fit_machine_efficiency, read_measured_times
+    from mega_trainer.plan.machine_calibration import (
+        fit_machine_efficiency,
+        format_calibration_comparison,
+        read_measured_times,
+    )
 
     measured = read_measured_times(metrics)
     before = make_planned_run(config, ranks, machine)
     calibrated = fit_machine_efficiency(before, machine, measured)
     lines = [f"# {name}, calibrated with {metrics} on {ranks} rank(s)"]
     lines += [
-        f"# {line}" for line in compare_predictions(before, make_planned_run(config, ranks, calibrated), measured)
+        f"# {line}"
+        for line in format_calibration_comparison(before, make_planned_run(config, ranks, calibrated), measured)
     ]
     return "\n".join(
         [*lines, yaml.safe_dump(calibrated.model_dump(mode="json", exclude_none=True), sort_keys=False).rstrip()]

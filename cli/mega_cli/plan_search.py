@@ -37,7 +37,7 @@ def report_layouts(
 ) -> str:  # fmt: skip
     """Return the text or JSON of the fastest layouts, searched unless given; write the page and the run.yaml asked for."""
     keep = SHOWN if html is None else HTML_LAYOUTS
-    layouts = layouts or search_layouts(config, ranks, machine, keep, precisions, like)
+    layouts = layouts or search_parallel_layouts(config, ranks, machine, keep, precisions, like)
     if html is not None:
         write_search_html(html, run, config, ranks, machine, name, limits, layouts)
     if write is not None:
@@ -46,7 +46,7 @@ def report_layouts(
     return json.dumps(rows, indent=1) if as_json else format_layouts(rows, ranks, layouts[0])
 
 
-def search_layouts(
+def search_parallel_layouts(
     config: RunConfig, ranks: int, machine: MachineSpec, keep: int = SHOWN, precisions: Sequence[str] = (),
     like: OtherTrainer | None = None
 ) -> list[PlannedLayout]:  # fmt: skip
@@ -193,21 +193,21 @@ def find_ranks_for_budget(
     Raises:
         ConfigError: when none does, with the nearest.
     """
-    from mega_trainer.plan.flops import model_flops
+    from mega_trainer.plan.flops import compute_model_flops_per_token
     from mega_trainer.plan.layout_search import NoLayoutFitsError
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
 
     tokens, nearest = config.batch.global_ * config.tokens_per_sample, "no layout fits"
     hours = limits.hours or float("inf")
     peak = max(machine.get_peak_flops(kind) for kind in {config.precision, *precisions})
-    least = limits.tokens * model_flops(config.model, config.data.seq_length) / peak / 3600 / hours
+    least = limits.tokens * compute_model_flops_per_token(config.model, config.data.seq_length) / peak / 3600 / hours
     ranks = 1
     while ranks <= MOST_RANKS:
         ranks *= 2
         if ranks < least or ranks > MOST_RANKS:
             continue
         try:
-            layouts = search_layouts(config, ranks, machine, precisions=precisions, like=like)
+            layouts = search_parallel_layouts(config, ranks, machine, precisions=precisions, like=like)
         except NoLayoutFitsError:
             continue
         budget = estimate_budget(limits.tokens, tokens / layouts[0].time.seconds, ranks, machine)

@@ -43,7 +43,7 @@ def _run_and_compare(
     again: RunConfig, checkpoint: Location | None, recorded: Path, nproc: int | None, start: StartTraining
 ) -> int:
     from mega_ckpt.store import Checkpoint
-    from mega_trainer.job.step_replay import compare_steps, read_recorded_steps, write_replay_yaml
+    from mega_trainer.job.step_replay import compare_replayed_steps, read_recorded_steps, write_replay_yaml
 
     is_first_rank, saved = os.environ.get("RANK", "0") == "0", {}
     if checkpoint is not None:
@@ -60,7 +60,7 @@ def _run_and_compare(
         return status
     if not is_first_rank:
         return 0
-    found = list(compare_steps(read_recorded_steps(recorded), read_recorded_steps(Path(again.output))))
+    found = list(compare_replayed_steps(read_recorded_steps(recorded), read_recorded_steps(Path(again.output))))
     print("\n".join(line for line, _ in found))
     return 0 if all(same for _, same in found) else DIFFERENT
 

@@ -13,7 +13,7 @@ from mega_common.errors import ConfigError, MissingPackageError
 from mega_common.progress_logging import format_columns
 
 if TYPE_CHECKING:
-    from mega_trainer.experiments.scaling_law import ParameterCount, ScalingFit, TrainedModel
+    from mega_trainer.experiments.scaling_law import ParameterCount, ScalingFit, ScalingLawPoint
 
 EXAMPLES = """Examples:
 
@@ -98,22 +98,22 @@ def scaling_command(
     print(out)
 
 
-def _read_source(source: str, metric: str, count: ParameterCount) -> list[TrainedModel]:
+def _read_source(source: str, metric: str, count: ParameterCount) -> list[ScalingLawPoint]:
     """Return the points of a CSV file, or of the runs that a folder or pattern names."""
-    from mega_trainer.experiments.scaling_law import read_points, read_run_point
+    from mega_trainer.experiments.scaling_law import read_scaling_point_of_run, read_scaling_points_csv
     from mega_trainer.pages.run_log import RunLog
 
     if source.endswith(".csv"):
         if not Path(source).is_file():
             raise ConfigError(f"{source} does not exist", hint="give a CSV file or folders of runs")
-        return read_points(Path(source))
+        return read_scaling_points_csv(Path(source))
     folders = [Path(path) for path in sorted(glob.glob(source))] or [Path(source)]
-    return [read_run_point(RunLog.read_folder(folder), metric, count) for folder in folders]
+    return [read_scaling_point_of_run(RunLog.read_folder(folder), metric, count) for folder in folders]
 
 
 def _format_fit(fit: ScalingFit, budgets: list[float]) -> str:
     """Return the law, its held-out error and the optima as text."""
-    from mega_trainer.experiments.scaling_page import optimum_rows
+    from mega_trainer.experiments.scaling_page import format_compute_optimum_rows
 
     intervals = fit.coefficient_intervals()
     rows = [("coefficient", "value", "95 % interval")]
@@ -126,4 +126,4 @@ def _format_fit(fit: ScalingFit, budgets: list[float]) -> str:
         errors = ", ".join(f"{100 * each.relative_error:+.2f} %" for each in fit.held_out)
         lines += [f"held out: error of the {len(fit.held_out)} largest runs, predicted from the others: {errors}"]
     head = ("FLOPs", "parameters", "95 % interval", "tokens", "95 % interval", "loss")
-    return "\n".join([*lines, format_columns([head, *optimum_rows(fit, budgets)])])
+    return "\n".join([*lines, format_columns([head, *format_compute_optimum_rows(fit, budgets)])])

@@ -227,7 +227,7 @@ def _serve_replicas(
 ) -> int:  # fmt: skip
     """Run this command as several replicas; return the exit status."""
     _check_server_packages()
-    from mega_cli.serve_replicas import assign_devices, find_proxy, list_visible_devices, run_replicas
+    from mega_cli.serve_replicas import assign_devices_to_replicas, find_haproxy, list_visible_devices, run_replicas
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.inference_server import bind_server_socket
 
@@ -236,8 +236,10 @@ def _serve_replicas(
             "--adapter-folder is not supported with --replicas, as an adapter would be loaded into one replica only",
             hint="use --adapter NAME=FOLDER",
         )
-    find_proxy()
-    environments = assign_devices(count, ReplicaLayout(tp, ep, pp).ranks_per_copy, list_visible_devices(device))
+    find_haproxy()
+    environments = assign_devices_to_replicas(
+        count, ReplicaLayout(tp, ep, pp).ranks_per_copy, list_visible_devices(device)
+    )
     with bind_server_socket(host, port, key) as listener:
         return run_replicas(listener, environments, timeout, drain)
 

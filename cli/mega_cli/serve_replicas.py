@@ -78,7 +78,7 @@ backend metrics-{number}
 ERROR = '{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": "unavailable"}}}}'
 
 
-def format_proxy_configuration(ports: Sequence[int], descriptor: int, seconds: float) -> str:
+def format_haproxy_config(ports: Sequence[int], descriptor: int, seconds: float) -> str:
     """Return the configuration of HAProxy for replicas on loopback ports.
 
     Args:
@@ -106,7 +106,7 @@ def format_proxy_configuration(ports: Sequence[int], descriptor: int, seconds: f
     return text + "".join(METRICS_BACKEND.format(number=number, port=port) for number, port in enumerate(ports))
 
 
-def find_proxy() -> str:
+def find_haproxy() -> str:
     """Return the path of the installed HAProxy.
 
     Raises:
@@ -120,7 +120,7 @@ def find_proxy() -> str:
     return found
 
 
-def assign_devices(replicas: int, ranks: int, devices: Sequence[str]) -> list[dict[str, str]]:
+def assign_devices_to_replicas(replicas: int, ranks: int, devices: Sequence[str]) -> list[dict[str, str]]:
     """Return the environment variables that give each replica its share of a machine.
     That is `ranks` of the visible GPUs `devices`, as in CUDA_VISIBLE_DEVICES, or without GPUs threads for its cores.
 
@@ -163,7 +163,7 @@ def choose_free_ports(count: int) -> list[int]:
 
 
 @dataclass
-class Replica:
+class ServerReplica:
     """Server process on a loopback port, which is restarted when it ends.
 
     Attributes:
@@ -267,9 +267,9 @@ def run_replicas(
         MissingPackageError: when HAProxy is not installed.
         TrainingError: when HAProxy ends, or a replica does not become healthy again.
     """
-    proxy_path = find_proxy()
+    proxy_path = find_haproxy()
     replicas = [
-        Replica(number, port, environment)
+        ServerReplica(number, port, environment)
         for number, (port, environment) in enumerate(
             zip(choose_free_ports(len(environments)), environments, strict=True)
         )
@@ -279,7 +279,7 @@ def run_replicas(
     with tempfile.TemporaryDirectory(prefix="mega-serve-") as folder, _count_stop_signals() as signals:
         file, log = Path(folder, "haproxy.cfg"), Path(folder, "haproxy.log")
         ports = [one.port for one in replicas]
-        file.write_text(format_proxy_configuration(ports, listener.fileno(), seconds), encoding="utf-8")
+        file.write_text(format_haproxy_config(ports, listener.fileno(), seconds), encoding="utf-8")
         with log.open("wb") as stream:
             proxy = _start_child([proxy_path, "-f", str(file), "-db"], os.environ, [listener.fileno()], stream)
         listener.close()  # so that nothing accepts connections after HAProxy
@@ -292,7 +292,7 @@ def run_replicas(
 
 
 def _watch_replicas(
-    replicas: Sequence[Replica], proxy: subprocess.Popen[bytes], log: Path, address: str, signals: Sequence[int]
+    replicas: Sequence[ServerReplica], proxy: subprocess.Popen[bytes], log: Path, address: str, signals: Sequence[int]
 ) -> int:
     """Restart replicas that end, until a signal; return the exit status of one that cannot start."""
     announced = False
@@ -316,7 +316,7 @@ def _watch_replicas(
 
 
 def _stop_all(
-    replicas: Sequence[Replica], proxy: subprocess.Popen[bytes], signals: Sequence[int], drain: float
+    replicas: Sequence[ServerReplica], proxy: subprocess.Popen[bytes], signals: Sequence[int], drain: float
 ) -> None:
     """End HAProxy and the replicas: gently at first, and by force after `drain` seconds or at a second signal."""
     begun, count = time.monotonic(), len(signals)

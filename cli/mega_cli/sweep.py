@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_cli.serve_replicas import list_visible_devices
-from mega_cli.train import check_inputs
+from mega_cli.train import check_run_inputs_exist
 from mega_cli.workflow_config import load_run_file
 from mega_cli.workflow_runner import MEGA, handle_stop_signals
 from mega_common.atomic_files import lock_folder
@@ -103,7 +103,7 @@ def sweep_command(
         from mega_trainer.experiments.sweep_study import Sweep
     except ModuleNotFoundError as error:
         raise _require_optuna(error) from None
-    check_inputs(base_config, run, data=True)
+    check_run_inputs_exist(base_config, run, data=True)
     if prepare and config.is_adaptive:
         raise ConfigError(
             f"--prepare conflicts with --sampler {config.sampler}, whose trials depend on results of earlier ones",
@@ -156,8 +156,8 @@ def _require_optuna(error: ModuleNotFoundError) -> Exception:
 def _prepare(sweep: Sweep) -> int:
     """Write the run files of all trials, and record those that a launcher has finished."""
     for trial in range(sweep.config.num_trials):
-        runs = sweep.make_runs(trial)
-        if sweep.study.trial_state(trial) == "begun" and all(map(sweep.is_run_finished, runs)):
+        runs = sweep.create_trial_runs(trial)
+        if sweep.study.get_trial_status(trial) == "begun" and all(map(sweep.is_run_finished, runs)):
             sweep.finish_trial(trial, failed=False)
     return 0
 
@@ -196,7 +196,7 @@ def _run_trials(sweep: Sweep, jobs: int, nproc: int | None, lock: int) -> int:
     if received or interrupted:
         logger.info("%s: interrupted; the same command resumes", sweep.folder)
         return INTERRUPTED_STATUS
-    return int(any(sweep.study.trial_state(trial) == "failed" for trial in range(sweep.config.num_trials)))
+    return int(any(sweep.study.get_trial_status(trial) == "failed" for trial in range(sweep.config.num_trials)))
 
 
 def _iterate_runs(sweep: Sweep, ended: dict[int, list[int]]) -> Iterator[SweptRun]:
@@ -205,7 +205,7 @@ def _iterate_runs(sweep: Sweep, ended: dict[int, list[int]]) -> Iterator[SweptRu
 
     for trial in iterate_unfinished_trials(sweep):
         try:
-            runs = sweep.make_runs(trial)
+            runs = sweep.create_trial_runs(trial)
         except ConfigError as error:  # of an adaptive sampler; the combinations of the others are checked at the start
             logger.warning("trial %d: %s", trial, error.message)
             sweep.study.finish_trial(trial, None)
@@ -246,10 +246,10 @@ def _slot_environment(slot: int, jobs: int) -> dict[str, str]:
 def _end_run(sweep: Sweep, run: SweptRun, status: int, ended: dict[int, list[int]]) -> None:
     """Log the end of a run, and record its trial when all of its runs have ended."""
     from mega_trainer.experiments.sweep_page import format_metric
-    from mega_trainer.experiments.sweep_study import last_line
+    from mega_trainer.experiments.sweep_study import read_last_nonempty_line
 
     if status:
-        logger.warning("%s: failed with status %d: %s", run.folder, status, last_line(run.log_file))
+        logger.warning("%s: failed with status %d: %s", run.folder, status, read_last_nonempty_line(run.log_file))
     ended[run.trial].append(status)
     if len(ended[run.trial]) == sweep.config.seeds:
         sweep.finish_trial(run.trial, failed=any(ended[run.trial]))
@@ -269,11 +269,11 @@ def _write_page(sweep: Sweep) -> None:
 
 def _format_ranking(sweep: Sweep) -> str:
     """Return the best trials as a table in text, and the name of the page."""
-    from mega_trainer.experiments.sweep_page import rank_rows
+    from mega_trainer.experiments.sweep_page import format_trial_ranking_rows
     from mega_trainer.experiments.sweep_study import PAGE
 
     results = sweep.read_results()
-    rows = rank_rows(sweep.config, results)[: SHOWN_TRIALS + 1]
+    rows = format_trial_ranking_rows(sweep.config, results)[: SHOWN_TRIALS + 1]
     lines = [format_columns(rows)]
     lines += [f"... {len(results) - SHOWN_TRIALS} more"] if len(results) > SHOWN_TRIALS else []
     return "\n".join([*lines, str(sweep.folder / PAGE)])

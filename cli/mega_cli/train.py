@@ -205,7 +205,7 @@ def _print_checked_run(config: RunConfig, run: Path, *, data: bool) -> None:
 
     from mega_trainer.data.data_check import check_datasets, format_usage
 
-    check_inputs(config, run, data=data)
+    check_run_inputs_exist(config, run, data=data)
     uses = check_datasets(config) if data else []
     print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
     print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
@@ -222,7 +222,7 @@ def _resolve_layout(
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
     from mega_trainer.job.resume import find_start_checkpoint
-    from mega_trainer.plan.automatic_layout import choose_layout
+    from mega_trainer.plan.automatic_layout import choose_parallel_layout
     from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
 
@@ -230,7 +230,7 @@ def _resolve_layout(
         return config, overrides
     checkpoint = find_start_checkpoint(config)
     saved = None if checkpoint is None else Checkpoint.open_folder(checkpoint).trainer_state.get("settings")
-    settings, summary = choose_layout(config, ranks, machine, saved)
+    settings, summary = choose_parallel_layout(config, ranks, machine, saved)
     if log:
         typer.echo(summary, err=True)
     chosen = [*overrides, *format_overrides(settings)]
@@ -276,7 +276,7 @@ def _select_run(words: list[str]) -> Path:
     return Path(words[0])
 
 
-def check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
+def check_run_inputs_exist(config: RunConfig, run: Path, *, data: bool) -> None:
     """Check that the files, folders and names that run.yaml refers to exist.
 
     Raises:

@@ -40,7 +40,7 @@ def translate_deepspeed_or_hf_config(deepspeed: Path | None, hf_args: Path | Non
     if deepspeed is not None:
         return render_run_yaml(moving_in.translate_deepspeed(deepspeed, ranks))
     assert hf_args is not None
-    return render_run_yaml(moving_in.translate_hf_args(hf_args, ranks))
+    return render_run_yaml(moving_in.translate_hf_training_args(hf_args, ranks))
 
 
 def _parse_definition(text: str) -> tuple[str, str]:

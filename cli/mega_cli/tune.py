@@ -203,9 +203,9 @@ def _prepare_base(model: str, output: Path) -> str:
 
 def _list_inputs(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of data.train."""
-    from mega_cli.data_preprocess import parse_columns
+    from mega_cli.data_preprocess import parse_column_mapping
 
-    columns = parse_columns(request["map"])
+    columns = parse_column_mapping(request["map"])
     return [{"path": name} | ({"map": columns} if columns else {}) for name in request["data"]]
 
 
@@ -294,12 +294,12 @@ def find_best_checkpoint(config: RunConfig) -> Path:
         CheckpointError: if there is none.
     """
     from mega_ckpt.checkpoint import Checkpoint
-    from mega_ckpt.checkpoint_folders import latest_checkpoint, step_folder
+    from mega_ckpt.checkpoint_folders import get_checkpoint_step_folder, latest_checkpoint
 
     root = Path(str(config.checkpoint_root))
     last = latest_checkpoint(root)
     if last is None:
         raise CheckpointError(f"{root}: has no checkpoint to export", hint="set checkpoint.save to true")
     best = Checkpoint.open_folder(last).trainer_state.get("best") or {}
-    folder = step_folder(root, int(best.get("step") or 0))
+    folder = get_checkpoint_step_folder(root, int(best.get("step") or 0))
     return folder if best.get("loss") is not None and folder.is_dir() else Path(str(last))

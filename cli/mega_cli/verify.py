@@ -81,7 +81,7 @@ def verify_command(
     from rich.progress import Progress
 
     from mega_common.progress_logging import logger
-    from mega_eval.generation_check import compare_generation
+    from mega_eval.generation_check import compare_generation_with_training
     from mega_trainer.verify.tiny_model import TinyRun
     from mega_trainer.verify.verification import Verification
 
@@ -95,10 +95,10 @@ def verify_command(
         report.print(f"not verified: {sentence}", highlight=False)
     logger.setLevel("WARNING")
     verification = Verification(
-        tiny, layouts=layouts, ranks=ranks, seed=seed, only=only, check_generation=compare_generation
+        tiny, layouts=layouts, ranks=ranks, seed=seed, only=only, check_generation=compare_generation_with_training
     )
-    if verification.uncovered:
-        names = ", ".join(verification.uncovered)
+    if verification.uncovered_parallel_degrees:
+        names = ", ".join(verification.uncovered_parallel_degrees)
         report.print(
             f"not verified: no layout of up to {ranks} processes has {names}; try --ranks 8 or more --layouts."
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from typer.core import TyperGroup
 
-from mega_cli.file_digests import expand_patterns
+from mega_cli.file_digests import iterate_files_matching_patterns
 from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, load_yaml_mapping
 
@@ -107,7 +107,7 @@ class WorkflowStage(StrictConfig):
     def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
         """Return those of `paths`, relative to `base`, that exist and are not outputs of this stage."""
         outputs = [base / output for output in self.outputs]
-        existing = [path for path in paths if any(expand_patterns(base, [path]))]
+        existing = [path for path in paths if any(iterate_files_matching_patterns(base, [path]))]
         return [
             path
             for path in existing
@@ -287,7 +287,7 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
     return settings
 
 
-def referenced_files(settings: FlatSettings) -> list[str]:
+def list_files_named_by_settings(settings: FlatSettings) -> list[str]:
     """Return the files that the settings of a run.yaml name.
     They are token data sets, local raw data, the tokenizer, and initial weights or checkpoint.
     """
@@ -315,7 +315,7 @@ def find_settings_rerun_reason(
     """
     changed = {
         path: values
-        for path, values in changed_settings(before or {}, now or {}).items()
+        for path, values in diff_flat_settings(before or {}, now or {}).items()
         if _affects_result(stage, path)
     }
     if not changed:
@@ -333,7 +333,7 @@ def _affects_result(stage: WorkflowStage, path: str) -> bool:
     return stage.run != "train" or path in DECISIVE or not without_effect
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def diff_flat_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the old and new value of each setting that differs, by path; None for a missing value."""
     old, new = _flatten(before), _flatten(now)
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from mega_cli.file_digests import FileDigests, FileRecord, compute_code_digest, expand_patterns
+from mega_cli.file_digests import CachedFileDigest, FileDigests, compute_code_digest, iterate_files_matching_patterns
 from mega_cli.workflow_config import (
     FlatSettings,
     StageRerunReason,
     WorkflowConfig,
     WorkflowStage,
     find_settings_rerun_reason,
-    referenced_files,
+    list_files_named_by_settings,
     stage_settings,
 )
 from mega_common import atomic_files as files
@@ -72,7 +72,7 @@ class WorkflowState(StrictConfig):
 
     version: Literal[1] = 1
     stages: dict[str, WorkflowStageAttempt] = {}
-    files: dict[str, FileRecord] = {}
+    files: dict[str, CachedFileDigest] = {}
 
 
 class WorkflowRunner:
@@ -132,42 +132,44 @@ class WorkflowRunner:
         stage = self.workflow.stages[name]
         if stage.resume_identity_words != last.command:
             return StageRerunReason("its command changed", start_over=True)
-        if reason := describe_difference("input", last.inputs, self.digest_inputs(stage)):
+        if reason := describe_digest_difference("input", last.inputs, self.hash_stage_inputs(stage)):
             return StageRerunReason(reason, start_over=True)
         if last.named is not None and (
-            reason := describe_difference("input", last.named, self.digest_referenced(name))
+            reason := describe_digest_difference("input", last.named, self.hash_files_of_run_yaml(name))
         ):
             return StageRerunReason(reason, start_over=True)
         return find_settings_rerun_reason(stage, last.settings, self._settings(name), done=last.status == "done")
 
     def _find_damage(self, stage: WorkflowStage, last: WorkflowStageAttempt) -> StageRerunReason | None:
         """Return the damage to the outputs, if any. Training recreates missing files, and may have been continued by hand."""
-        now = self.digests.digest_patterns(stage.outputs)
+        now = self.digests.hash_matching_files(stage.outputs)
         if stage.run != "train":
-            reason = describe_difference("output", last.outputs, now)
+            reason = describe_digest_difference("output", last.outputs, now)
             return StageRerunReason(reason, start_over=True) if reason else None
-        reason = describe_difference("output", last.outputs, {name: now[name] for name in last.outputs if name in now})
+        reason = describe_digest_difference(
+            "output", last.outputs, {name: now[name] for name in last.outputs if name in now}
+        )
         damaged = any(now.get(name, digest) != digest for name, digest in last.outputs.items())
         return StageRerunReason(reason, start_over=damaged) if reason else None
 
-    def digest_inputs(self, stage: WorkflowStage) -> dict[str, str]:
+    def hash_stage_inputs(self, stage: WorkflowStage) -> dict[str, str]:
         """Return {file name: SHA-256} of all files that a stage reads; WorkflowError if a declared input is missing."""
         for pattern in stage.inputs:
-            if not any(expand_patterns(self.base, [pattern])):
+            if not any(iterate_files_matching_patterns(self.base, [pattern])):
                 raise WorkflowError(
                     f"{self.base / pattern}: the input of a stage does not exist",
                     hint="correct `inputs` in the workflow, or add the stage that writes it to `needs`",
                 )
         needed = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
-        return self.digests.digest_patterns([*stage.inputs, *stage.existing_file_arguments(self.base), *needed])
+        return self.digests.hash_matching_files([*stage.inputs, *stage.existing_file_arguments(self.base), *needed])
 
-    def digest_referenced(self, name: str) -> dict[str, str]:
+    def hash_files_of_run_yaml(self, name: str) -> dict[str, str]:
         """Return {file name: SHA-256} of local files that the run.yaml of a training stage refers to.
         The stage is `name`; the result is empty for other stages.
         """
         stage, settings = self.workflow.stages[name], self._settings(name)
-        files = referenced_files(settings) if stage.run == "train" and settings is not None else []
-        return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
+        files = list_files_named_by_settings(settings) if stage.run == "train" and settings is not None else []
+        return self.digests.hash_matching_files(stage.existing_inputs(self.base, files))
 
     def attempt_stage(self, name: str, verdict: StageRerunReason, lock: int) -> int:
         """Run a workflow stage's command, record the attempt, and return the exit status.
@@ -183,7 +185,7 @@ class WorkflowRunner:
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = WorkflowStageAttempt(
             status="running", command=stage.resume_identity_words, settings=self._settings(name),
-            code=compute_code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
+            code=compute_code_digest(stage.command_arguments[0]), inputs=self.hash_stage_inputs(stage), named=self.hash_files_of_run_yaml(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
         logger.info("%s: mega %s", name, " ".join(stage.command_arguments))
@@ -193,9 +195,9 @@ class WorkflowRunner:
             self._record(name, fresh.model_copy(update={"status": "interrupted", **ended}))
             logger.info("%s: interrupted; run the workflow again to resume", name)
             return status if stopped_by is None else 128 + stopped_by
-        missing = [output for output in stage.outputs if not any(expand_patterns(self.base, [output]))]
+        missing = [output for output in stage.outputs if not any(iterate_files_matching_patterns(self.base, [output]))]
         if status == 0 and not missing:
-            outputs = self.digests.digest_patterns(stage.outputs)
+            outputs = self.digests.hash_matching_files(stage.outputs)
             self._record(name, fresh.model_copy(update={"status": "done", "outputs": outputs, **ended}))
             return 0
         self._record(name, fresh.model_copy(update={"status": "failed", **ended}))
@@ -218,7 +220,7 @@ class WorkflowRunner:
             MegaError: if another process trains in the folder of its run, or its checkpoints cannot be renamed.
         """
         run = self._new_run_settings(name)
-        paths = [*(resumable_files(run, self.base) if run else ()), *self._stage_outputs(name)]
+        paths = [*(find_previous_run_files(run, self.base) if run else ()), *self._stage_outputs(name)]
         folder = self.base / run["output"] if run else None
         with files.lock_folder(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
             for path in paths:
@@ -257,7 +259,7 @@ def rename_to_numbered_backup(path: Path) -> None:
     logger.info("%s: moved to %s", path, old.name)
 
 
-def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
+def find_previous_run_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
     """Yield the paths that a new training run with these settings would resume from or overwrite.
     They are checkpoints and logs, or the whole run folder if it has no other files.
 
@@ -303,7 +305,7 @@ def load_workflow_state(path: Path) -> WorkflowState:
         ) from None
 
 
-def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+def describe_digest_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """Return the first difference between two {file name: digest} mappings as text; None if they are equal.
     The number of others is included. `what` names the kind of file in the text.
     """

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_ckpt.canonical_tensors import abbreviate_names, canonical_tensors, count_model_parameters
+from mega_ckpt.canonical_tensors import abbreviate_name_list, canonical_tensors, count_model_parameters
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 
@@ -135,8 +135,8 @@ def test_number_of_parameters_of_published_models(name: str, count: int) -> None
 
 
 def test_some() -> None:
-    assert abbreviate_names({"b", "a", "c"}) == "a (and 2 more)"
-    assert abbreviate_names(["x"]) == "x"
+    assert abbreviate_name_list({"b", "a", "c"}) == "a (and 2 more)"
+    assert abbreviate_name_list(["x"]) == "x"
 
 
 MAMBA = {"num_heads": 6, "head_dim": 4, "state_size": 5, "num_groups": 2, "conv_kernel": 3, "bias": True}

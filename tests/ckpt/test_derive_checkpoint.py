@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_ckpt import derive_checkpoint
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
+from mega_ckpt.derive_checkpoint import average_checkpoints, copy_checkpoint_without_training_state
 from mega_ckpt.source import WeightSource, open_weight_source
 from mega_ckpt.store import Checkpoint, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
@@ -54,7 +54,7 @@ def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_prune_keeps_the_model_to_the_byte(dtype: torch.dtype, tmp_path: Path) -> None:
     full = save_random_checkpoint(tmp_path / "run", 1, dtype)
-    prune_checkpoint(tmp_path / "run", tmp_path / "deep" / "pruned")
+    copy_checkpoint_without_training_state(tmp_path / "run", tmp_path / "deep" / "pruned")
     pruned = Checkpoint.open_folder(tmp_path / "deep" / "pruned")
     assert verify_checkpoint(pruned.folder).ok
     assert pruned.tensor_keys() == Checkpoint.open_folder(full).tensor_keys("weights/")
@@ -70,7 +70,7 @@ def test_prune_keeps_the_model_to_the_byte(dtype: torch.dtype, tmp_path: Path) -
 def test_what_came_from_huggingface_still_goes_back_to_the_byte(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "gpt2")
     convert_checkpoint(folder, tmp_path / "mega", "mega")
-    prune_checkpoint(tmp_path / "mega", tmp_path / "pruned")
+    copy_checkpoint_without_training_state(tmp_path / "mega", tmp_path / "pruned")
     convert_checkpoint(tmp_path / "pruned", tmp_path / "back", "hf")
     assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
         path.name: path.read_bytes() for path in folder.iterdir()
@@ -80,15 +80,15 @@ def test_what_came_from_huggingface_still_goes_back_to_the_byte(tmp_path: Path) 
 def test_prune_refuses_what_is_damaged_or_no_checkpoint(tmp_path: Path) -> None:
     full = save_random_checkpoint(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match="exists already"):
-        prune_checkpoint(full, tmp_path / "run")
+        copy_checkpoint_without_training_state(full, tmp_path / "run")
     with pytest.raises(CheckpointError):
-        prune_checkpoint(tmp_path / "nothing", tmp_path / "out")
+        copy_checkpoint_without_training_state(tmp_path / "nothing", tmp_path / "out")
     shard = max(full.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=shard.name):
-        prune_checkpoint(full, tmp_path / "out")
+        copy_checkpoint_without_training_state(full, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
@@ -107,7 +107,7 @@ def test_stopped_before_the_rename_it_leaves_nothing_that_looks_complete(
 
     monkeypatch.setattr(derive_checkpoint.os, "rename", stopped)
     with pytest.raises(KeyboardInterrupt):
-        prune_checkpoint(full, tmp_path / "out")
+        copy_checkpoint_without_training_state(full, tmp_path / "out")
     assert written[0].startswith(".out.")
     assert sorted(os.listdir(tmp_path)) == ["run"]
 

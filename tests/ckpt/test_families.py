@@ -23,9 +23,9 @@ from mega_ckpt.families import (
     FAMILIES,
     VISION_FAMILIES,
     ModelFamily,
-    family_by_name,
-    family_for_model,
-    family_of_config,
+    detect_model_family,
+    find_family_by_name,
+    find_family_expressing_model,
     is_equivalent_config,
 )
 from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_tensor_rules
@@ -61,7 +61,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_h
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
-    return family_of_config(raw).read_config_json(raw)
+    return detect_model_family(raw).read_config_json(raw)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -71,7 +71,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
     kind, chosen = MODELS[case]
     theirs = transformers.AutoConfig.for_model(kind, **chosen)
     raw = json.loads(theirs.to_json_string(use_diff=False))
-    family = family_of_config(raw)
+    family = detect_model_family(raw)
     model = family.read_config_json(raw)
     assert family.unsupported_settings(model) == []
     written = family.write_config_json(model)
@@ -124,7 +124,7 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **chosen)
     with torch.device("meta"):
         theirs = auto_class(kind).from_config(config)
-    family = family_by_name(kind)
+    family = find_family_by_name(kind)
     disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
     named = [*theirs.named_parameters(remove_duplicate=False)]
     named += [(name, value) for name, value in theirs.named_buffers() if name.endswith("layer_scalar")]
@@ -261,7 +261,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=r"is not supported: |problem") as caught:
-        family_of_config(raw).read_config_json(raw, "folder/config.json")
+        detect_model_family(raw).read_config_json(raw, "folder/config.json")
     assert told in str(caught.value)
     assert "folder/config.json" in str(caught.value)
 
@@ -300,7 +300,7 @@ def test_a_lower_limit_of_steps_without_an_upper_one_comes_back() -> None:
     assert model.mamba is not None
     assert model.mamba.dt_limit == (0.5, None)
     assert is_equivalent_config(
-        read(json.loads(json.dumps(family_by_name("nemotron_h").write_config_json(model)))), model
+        read(json.loads(json.dumps(find_family_by_name("nemotron_h").write_config_json(model)))), model
     )
 
 
@@ -331,7 +331,7 @@ GRANITE4 = {
 )  # fmt: skip
 def test_hybrids_that_cannot_be_expressed_are_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        family_of_config(raw).read_config_json(raw)
+        detect_model_family(raw).read_config_json(raw)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ UNREAD = {
 
 def test_keys_that_nothing_reads_are_named_and_change_nothing() -> None:
     assert read({**LLAMA, **HARMLESS, **UNREAD, "sliding_window": 4096}) == read(LLAMA)
-    llama = family_by_name("llama")
+    llama = find_family_by_name("llama")
     assert llama.unread_keys({**LLAMA, **HARMLESS}) == []
     assert llama.unread_keys({**LLAMA, **HARMLESS, **UNREAD}) == sorted(UNREAD)
 
@@ -395,7 +395,7 @@ def test_parameters_of_rope_that_its_kind_does_not_ask_for_change_nothing() -> N
     yarn = {"type": "yarn", "factor": 2.0}
     raw = {**LLAMA, "rope_scaling": {**yarn, "finetuned": True, "short_factor": [1.0]}, "rope_parameters": None}
     assert read(raw) == read({**LLAMA, "rope_scaling": yarn})
-    assert family_by_name("llama").unread_keys(raw) == ["rope_scaling.finetuned", "rope_scaling.short_factor"]
+    assert find_family_by_name("llama").unread_keys(raw) == ["rope_scaling.finetuned", "rope_scaling.short_factor"]
 
 
 _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?config,\s*\"(\w+)\"")
@@ -441,9 +441,9 @@ def _read_by(module: ModuleType) -> set[str]:
 
 def test_unknown_model_type_names_the_nearest_one() -> None:
     with pytest.raises(CheckpointError, match=r"'lama' is not supported; .*docs/families.md; nearest: llama$"):
-        family_of_config({"model_type": "lama"})
+        detect_model_family({"model_type": "lama"})
     with pytest.raises(CheckpointError, match="model_type is missing"):
-        family_of_config({"hidden_size": 3})
+        detect_model_family({"hidden_size": 3})
 
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
@@ -511,7 +511,7 @@ BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 )
 def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
     model = ModelConfig.parse(SIZES | changes)
-    family = family_for_model(model)
+    family = find_family_expressing_model(model)
     assert family.name == name
     assert is_equivalent_config(family.read_config_json(json.loads(json.dumps(family.write_config_json(model)))), model)
 
@@ -535,13 +535,13 @@ def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
 )  # fmt: skip
 def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match="no HuggingFace family") as caught:
-        family_for_model(ModelConfig.parse(SIZES | changes))
+        find_family_expressing_model(ModelConfig.parse(SIZES | changes))
     assert told in str(caught.value)
 
 
 def test_no_family_fits_and_the_nearest_say_why() -> None:
     with pytest.raises(CheckpointError) as caught:
-        family_for_model(
+        find_family_expressing_model(
             ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}, "activation": "geglu"})
         )
     first, *reasons = str(caught.value).splitlines()
@@ -571,7 +571,7 @@ def test_a_model_that_fits_survives_its_config(
 
 def raw_of(changes: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig.parse(SIZES | changes)
-    return family_for_model(model).write_config_json(model)
+    return find_family_expressing_model(model).write_config_json(model)
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def raw_of(changes: dict[str, Any]) -> dict[str, Any]:
 def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, Any]) -> None:
     model = read(raw)
     found = {name: torch.zeros(shape) for name, shape in canonical_tensors(model).items()}
-    for disk in family_of_config(raw).disk_tensor_table(model).values():
+    for disk in detect_model_family(raw).disk_tensor_table(model).values():
         for slab, view in disk.slice_views(torch.ones(disk.shape)):
             window = tuple(slice(o, o + n) for o, n in zip(slab.offset, slab.shape, strict=True))
             found[slab.name][window] += view
@@ -590,7 +590,7 @@ def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, 
 def test_fused_and_transposed_as_gpt2_computes_it() -> None:
     """x @ W + b, split in three, is x @ q.T and so on."""
     model = read(GPT2)
-    disk = family_by_name("gpt2").disk_tensor_table(model)["transformer.h.1.attn.c_attn.weight"]
+    disk = find_family_by_name("gpt2").disk_tensor_table(model)["transformer.h.1.attn.c_attn.weight"]
     weight, x = torch.randn(disk.shape, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
     parts = {slab.name: view for slab, view in disk.slice_views(weight)}
     for name, expected in zip("qkv", (x @ weight).split(24, dim=1), strict=True):
@@ -599,7 +599,7 @@ def test_fused_and_transposed_as_gpt2_computes_it() -> None:
 
 def test_experts_whose_rows_take_turns() -> None:
     """x @ W + b, its even columns the gate's and its odd ones the up projection's, is what each canonical part gives."""
-    table = family_by_name("gpt_oss").disk_tensor_table(ModelConfig.parse(SIZES | OSS))
+    table = find_family_by_name("gpt_oss").disk_tensor_table(ModelConfig.parse(SIZES | OSS))
     disk, bias = (table[f"model.layers.1.mlp.experts.gate_up_proj{kind}"] for kind in ("", "_bias"))
     assert (disk.shape, bias.shape) == ((4, 16, 16), (4, 16))
     weight, offset = torch.randn(disk.shape, dtype=torch.float64), torch.randn(bias.shape, dtype=torch.float64)
@@ -666,7 +666,7 @@ def test_a_config_with_an_odd_value_is_read_or_refused(name: str) -> None:
         raw = json.loads(text)
         functools.reduce(dict.__getitem__, outer, raw)[key] = ODD_VALUES[number % len(ODD_VALUES)]
         try:
-            family = family_of_config(raw)
+            family = detect_model_family(raw)
             assert isinstance(family.read_config_json(raw), ModelConfig)
             family.unread_keys(raw)
         except MegaError:
@@ -684,4 +684,4 @@ def test_a_config_with_an_odd_value_is_read_or_refused(name: str) -> None:
 def test_an_odd_value_is_named(key: str, value: object, found: str) -> None:
     raw = {**LLAMA, key: value}
     with pytest.raises(CheckpointError, match=found):
-        family_of_config(raw).read_config_json(raw)
+        detect_model_family(raw).read_config_json(raw)

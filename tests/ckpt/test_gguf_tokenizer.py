@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mega_ckpt.formats.gguf_file import GgufModel
-from mega_ckpt.formats.gguf_source import build_tokenizer_files
+from mega_ckpt.formats.gguf_source import build_tokenizer_files_from_gguf
 
 TEXTS = [
     "Hello world, it's 12345 o'clock; I'LL go.", "  two  spaces\n\n\tand a tab ", "Grüße an 東京 🎉 ①½", "def f(x):\n    return x**2",
@@ -39,7 +39,7 @@ def metadata(tokenizer: Tokenizer, kind: str, **more: Any) -> dict[str, Any]:
 
 
 def build_tokenizer(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    files = build_tokenizer_files(GgufModel(Path("x.gguf"), fields, {}, None))
+    files = build_tokenizer_files_from_gguf(GgufModel(Path("x.gguf"), fields, {}, None))
     return Tokenizer.from_str(files["tokenizer.json"].decode()), json.loads(files["tokenizer_config.json"])
 
 
@@ -91,5 +91,5 @@ def test_sentencepiece(prefix: bool) -> None:
 
 def test_one_that_is_not_known_is_told(caplog: pytest.LogCaptureFixture) -> None:
     fields = {"tokenizer.ggml.model": "t5"}
-    assert build_tokenizer_files(GgufModel(Path("x.gguf"), fields, {}, None)) == {}
+    assert build_tokenizer_files_from_gguf(GgufModel(Path("x.gguf"), fields, {}, None)) == {}
     assert "its tokenizer (t5, default) is not supported" in caplog.text

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import is_equivalent_config
-from mega_ckpt.formats.gguf_blocks import encode_gguf
+from mega_ckpt.formats.gguf_blocks import encode_tensor_as_gguf
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
@@ -177,7 +177,7 @@ def test_quantized_weights_are_close_and_transformers_reads_the_same(quantize: s
 
 def test_q4_k_keeps_blocks_of_zeros_and_constants() -> None:
     rows = torch.stack([torch.zeros(256), torch.full((256,), -0.5), (torch.arange(256) % 32 - 16) / 17.0])
-    (data,) = encode_gguf("x", rows, Kind.Q4_K)
+    (data,) = encode_tensor_as_gguf("x", rows, Kind.Q4_K)
     read = torch.from_numpy(gguf.dequantize(data, Kind.Q4_K))
     assert torch.equal(read[0], rows[0])
     torch.testing.assert_close(read[1], rows[1], rtol=2e-3, atol=0)
@@ -239,4 +239,4 @@ def test_an_existing_folder_is_replaced_and_a_file_is_not_the_result(tmp_path: P
 
 def test_weights_that_fp16_cannot_hold_are_refused() -> None:
     with pytest.raises(CheckpointError, match="x has weights that F16 cannot represent"):
-        list(encode_gguf("x", torch.full((2, 32), 1e5), Kind.F16))
+        list(encode_tensor_as_gguf("x", torch.full((2, 32), 1e5), Kind.F16))

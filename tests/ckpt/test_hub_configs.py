@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mega_ckpt.canonical_tensors import count_model_parameters
-from mega_ckpt.families import FAMILIES, family_for_model, family_of_config, is_equivalent_config
+from mega_ckpt.families import FAMILIES, detect_model_family, find_family_expressing_model, is_equivalent_config
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_common.model_presets import load_model_preset
@@ -155,8 +155,8 @@ HUB: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HUB)
 def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
     model = ModelConfig.parse(load_model_preset(name))
-    assert is_equivalent_config(family_of_config(HUB[name]).read_config_json(HUB[name]), model)
-    assert family_for_model(model).name == HUB[name]["model_type"]
+    assert is_equivalent_config(detect_model_family(HUB[name]).read_config_json(HUB[name]), model)
+    assert find_family_expressing_model(model).name == HUB[name]["model_type"]
 
 
 def test_another_vision_language_model_is_refused() -> None:
@@ -166,7 +166,7 @@ def test_another_vision_language_model_is_refused() -> None:
         "vision_config": {"depth": 32, "embed_dim": 1280},
     }
     with pytest.raises(CheckpointError, match="vision-language model type 'mllama' is not supported") as error:
-        family_of_config(raw)
+        detect_model_family(raw)
     assert str(error.value.hint).startswith(
         "supported: llava, llava_next, gemma3, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, "
     )
@@ -174,18 +174,18 @@ def test_another_vision_language_model_is_refused() -> None:
 
 def test_every_key_of_qwen3_with_its_eyes_is_read() -> None:
     for name in ("qwen3-vl-4b", "qwen3-vl-30b-a3b"):
-        assert not family_of_config(HUB[name]).unread_keys(HUB[name])
+        assert not detect_model_family(HUB[name]).unread_keys(HUB[name])
     experts = HUB["qwen3-vl-30b-a3b"]
     text = {**experts["text_config"], "norm_topk_prob": False}
     with pytest.raises(CheckpointError, match="norm_topk_prob = False is not supported"):
-        family_of_config(experts).read_config_json({**experts, "text_config": text})
+        detect_model_family(experts).read_config_json({**experts, "text_config": text})
 
 
 def test_what_qwen_with_its_eyes_cannot_be() -> None:
     whole = HUB["qwen2.5-vl-7b"]
     tower = whole["vision_config"]
-    assert not family_of_config(whole).unread_keys(whole)
-    assert family_of_config(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
+    assert not detect_model_family(whole).unread_keys(whole)
+    assert detect_model_family(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
     for change, said in (
         ({"vision_config": {**tower, "out_hidden_size": 2048}}, "out_hidden_size = 2048 must equal hidden_size = 3584"),
         ({"vision_config": {**tower, "in_chans": 1}}, "in_chans = 1"),
@@ -193,7 +193,7 @@ def test_what_qwen_with_its_eyes_cannot_be() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            family_of_config(whole | change).read_config_json(whole | change)
+            detect_model_family(whole | change).read_config_json(whole | change)
 
 
 def test_what_gemma3_cannot_be_with_its_eyes() -> None:
@@ -206,7 +206,7 @@ def test_what_gemma3_cannot_be_with_its_eyes() -> None:
         ({"text_config": llama}, "must be gemma3_text, not llama"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            family_of_config(whole | change).read_config_json(whole | change)
+            detect_model_family(whole | change).read_config_json(whole | change)
 
 
 HYBRIDS = {
@@ -219,8 +219,8 @@ HYBRIDS = {
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_of_the_hub_is_the_preset(name: str) -> None:
     model, raw = ModelConfig.parse(load_model_preset(name)), READ[HYBRIDS[name]]["config"]
-    assert is_equivalent_config(family_of_config(raw).read_config_json(raw), model)
-    assert family_for_model(model).name == raw["model_type"]
+    assert is_equivalent_config(detect_model_family(raw).read_config_json(raw), model)
+    assert find_family_expressing_model(model).name == raw["model_type"]
 
 
 def test_phi3_of_the_hub_stretches_by_lists() -> None:
@@ -235,7 +235,7 @@ def test_phi3_of_the_hub_stretches_by_lists() -> None:
     rope = RopeConfig(
         scaling="longrope", original_max_position=4096, short_factor=factors, long_factor=factors, factor=1.0
     )
-    assert family_of_config(raw).read_config_json(raw).rope == rope
+    assert detect_model_family(raw).read_config_json(raw).rope == rope
 
 
 LISTED: list[dict[str, Any]] = [
@@ -255,7 +255,7 @@ SPELLED = {"attn_config", "ffn_config",
 def test_a_model_of_the_hub_is_read_and_counted(name: str) -> None:
     """And what is written of it says the same, in the keys that the hub's file has."""
     raw = READ[name]["config"]
-    family = family_of_config(raw)
+    family = detect_model_family(raw)
     model = family.read_config_json(raw)
     assert count_model_parameters(family.restrict_to_stored(model, ())) == READ[name]["parameters"]
     written = json.loads(json.dumps(family.write_config_json(model)))
@@ -271,14 +271,14 @@ def test_a_model_of_the_hub_is_read_and_counted(name: str) -> None:
 def test_a_model_that_cannot_be_expressed_is_refused_for_what_it_is(name: str) -> None:
     raw = REFUSED[name]["config"]
     with pytest.raises(CheckpointError) as caught:
-        family_of_config(raw).read_config_json(raw)
+        detect_model_family(raw).read_config_json(raw)
     assert REFUSED[name]["refused"] in str(caught.value)
 
 
 def test_the_list_is_of_every_family_and_has_what_the_hub_has() -> None:
     configs = [entry["config"] for entry in READ.values()]
-    assert {family_of_config(raw).name for raw in configs} == {family.name for family in FAMILIES}
+    assert {detect_model_family(raw).name for raw in configs} == {family.name for family in FAMILIES}
     assert len(READ) >= 100
-    odd = {key for raw in configs for key in family_of_config(raw).unread_keys(raw)}
+    odd = {key for raw in configs for key in detect_model_family(raw).unread_keys(raw)}
     assert {"use_mrope", "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed"} <= odd
     assert {"unsloth_version", "_model_name_or_path", "_attn_implementation_autoset", "model_max_length"} <= odd

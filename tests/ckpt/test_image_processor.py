@@ -15,10 +15,10 @@ from PIL import Image
 from mega_ckpt.families.image_processor import (
     FILE,
     PROCESSOR_FILE,
-    apply_image_processor,
     build_preprocessor_config,
     read_image_processor_settings,
     unsupported_image_settings,
+    update_config_from_image_processor,
 )
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
 from mega_common.errors import CheckpointError
@@ -83,8 +83,8 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
     (tmp_path / FILE).unlink()
     processor.save_pretrained(tmp_path)
     assert (
-        apply_image_processor(usual, read_unsupported(tmp_path))
-        == apply_image_processor(vision, build_preprocessor_config(vision))
+        update_config_from_image_processor(usual, read_unsupported(tmp_path))
+        == update_config_from_image_processor(vision, build_preprocessor_config(vision))
         == vision
     )
     assert not list(unsupported_image_settings(vision, read_unsupported(tmp_path)))
@@ -92,11 +92,13 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
 
 def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"image_mean": 0.5}))
-    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
+    assert update_config_from_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_seq_length": 3}))
-    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
+    assert update_config_from_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
-    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)) == VisionConfig(**TOWER)
+    assert update_config_from_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)) == VisionConfig(
+        **TOWER
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,14 +112,14 @@ def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_settings_are_listed(raw: dict[str, Any], listed: list[str]) -> None:
-    vision = apply_image_processor(VisionConfig(**TOWER), raw)
+    vision = update_config_from_image_processor(VisionConfig(**TOWER), raw)
     assert list(unsupported_image_settings(vision, raw)) == listed
 
 
 @pytest.mark.parametrize("raw", [{"image_mean": [1, 2]}, {"image_std": "x"}])
 def test_what_no_image_could_be_made_by(raw: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=FILE):
-        apply_image_processor(VisionConfig(**TOWER), raw)
+        update_config_from_image_processor(VisionConfig(**TOWER), raw)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"3"])

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from mega_ckpt.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
+    ManifestFileEntry,
+    ManifestTensorEntry,
     TensorChunk,
-    TensorEntry,
     is_exact_tiling,
     make_checkpoint_manifest,
 )
@@ -33,7 +33,7 @@ SUM = "0" * 32
 
 def sound() -> Manifest:
     """Two tensors, the first in two chunks, in one shard whose header takes 16 bytes."""
-    first = TensorEntry(
+    first = ManifestTensorEntry(
         dtype="F32",
         shape=(4, 2),
         chunks=(
@@ -41,7 +41,7 @@ def sound() -> Manifest:
             TensorChunk(offset=(2, 0), shape=(2, 2), file="s.safetensors", begin=32, end=48, checksum=SUM),
         ),
     )
-    second = TensorEntry(
+    second = ManifestTensorEntry(
         dtype="BF16",
         shape=(3,),
         chunks=(TensorChunk(offset=(0,), shape=(3,), file="s.safetensors", begin=48, end=54, checksum=SUM),),
@@ -50,7 +50,7 @@ def sound() -> Manifest:
         7, MODEL, {"samples": 1 << 70, "scale": 0.1, "list": [1, None, "x"]}, {"by": "test"}
     ).model_copy(
         update={
-            "files": {"s.safetensors": FileEntry(bytes=54, checksum=SUM)},
+            "files": {"s.safetensors": ManifestFileEntry(bytes=54, checksum=SUM)},
             "tensors": {"weights/a": first, "weights/b": second},
         }
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.formats.peft_adapter import read_peft_adapter, write_peft_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
@@ -43,7 +43,7 @@ DORA = LoraConfig(rank=4, alpha=6.0, dora=True, modules=["v_proj", "o_proj", "do
 
 def folder_of(name: str, path: Path) -> Path:
     """A tiny model of transformers'."""
-    config = family_by_name(name).write_config_json(ModelConfig.model_validate({**BASE, **MODELS[name]}))
+    config = find_family_by_name(name).write_config_json(ModelConfig.model_validate({**BASE, **MODELS[name]}))
     config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(0)

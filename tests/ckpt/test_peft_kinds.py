@@ -15,7 +15,7 @@ from test_peft import MODELS, logits
 from tiny_models import BASE
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.formats.peft_tensor_changes import check_peft_options
 from mega_ckpt.source import open_weight_source, open_weights_with_adapter
 from mega_common.errors import CheckpointError
@@ -144,7 +144,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models of transformers'."""
     out = {}
     for name, (family, fields) in BASES.items():
-        config = family_by_name(family).write_config_json(ModelConfig.model_validate({**BASE, **fields}))
+        config = find_family_by_name(family).write_config_json(ModelConfig.model_validate({**BASE, **fields}))
         config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -25,13 +25,13 @@ from mega_ckpt.store import (
     Checkpoint,
     RemotePath,
     delete_old_checkpoints,
+    get_checkpoint_step_folder,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
     parse_location,
     remove_leftovers,
     save_sharded_checkpoint,
-    step_folder,
 )
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_ckpt.verify import diff_checkpoints, inspect_checkpoint, verify_checkpoint
@@ -97,7 +97,7 @@ def test_round_trip(root: Location, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "tokenizer.json").write_text("{}")
     folder = save_version(root, 3, assets=tmp_path)
-    assert folder == step_folder(root, 3) == latest_checkpoint(root)
+    assert folder == get_checkpoint_step_folder(root, 3) == latest_checkpoint(root)
     assert found(root) == 3
     opened = Checkpoint.open_folder(folder)
     assert (opened.step, opened.trainer_state, opened.model) == (3, {"version": 3}, MODEL)
@@ -213,7 +213,7 @@ def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Location) -> Non
         with pytest.raises(ObjectStoreError, match="PermissionError"):
             ask(root)
     with pytest.raises(CheckpointError, match="PermissionError"):
-        load_sharded_checkpoint(step_folder(root, 1), {})
+        load_sharded_checkpoint(get_checkpoint_step_folder(root, 1), {})
 
 
 # Folders
@@ -231,7 +231,7 @@ def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: L
             (root / "step-00000003" / MANIFEST).write_bytes(data[:-3])
             (root / "step-00000004" / MANIFEST).write_bytes(data)  # says that it is step 1
     (root / "notes" / "mine").write_bytes(b"")
-    assert list_checkpoints(root) == [step_folder(root, 1)]
+    assert list_checkpoints(root) == [get_checkpoint_step_folder(root, 1)]
     with pytest.raises(CheckpointError, match=r"step-00000004: .* with step 1(.|\n)*move step-00000004 elsewhere"):
         latest_checkpoint(root)
     assert remove_leftovers(root) == [root / "step-00000002"]
@@ -244,7 +244,7 @@ def test_retain(root: Location) -> None:
     for version in range(1, 7):
         save_version(root, version)
     gone = delete_old_checkpoints(root, keep=1, keep_every=3)
-    assert list_checkpoints(root) == [step_folder(root, 3), step_folder(root, 6)]
+    assert list_checkpoints(root) == [get_checkpoint_step_folder(root, 3), get_checkpoint_step_folder(root, 6)]
     assert len(gone) == 4
     assert len({path.split("/")[3] for path in object_stores.content()}) == 2
 
@@ -252,11 +252,11 @@ def test_retain(root: Location) -> None:
 def test_a_checkpoint_copied_to_or_from_a_store_is_one(root: Location, tmp_path: Path) -> None:
     local = save_version(tmp_path, 1)
     for path in local.iterdir():
-        (step_folder(root, 1) / path.name).write_bytes(path.read_bytes())
+        (get_checkpoint_step_folder(root, 1) / path.name).write_bytes(path.read_bytes())
     assert found(root) == 1
     assert remove_leftovers(root) == []
     assert found(root) == 1
-    assert diff_checkpoints(local, step_folder(root, 1)).is_identical
+    assert diff_checkpoints(local, get_checkpoint_step_folder(root, 1)).is_identical
     save_version(root, 2)
     for name, data in object_stores.content().items():
         target = tmp_path / Path(name).relative_to("/bucket/run")
@@ -338,7 +338,7 @@ def save_shared(folder: Path) -> tuple[int, int]:
             saver.start_save(root, 2, part(version, rank, world), model=MODEL, state={"version": version})
     dist.barrier()
     mine = part(0, rank, world)
-    load_sharded_checkpoint(step_folder(root, 1), mine)
+    load_sharded_checkpoint(get_checkpoint_step_folder(root, 1), mine)
     expected = part(1, rank, world)
     same = all(torch.equal(mine[key].boxes[0].tensor, expected[key].boxes[0].tensor) for key in mine)
     return found(root), same

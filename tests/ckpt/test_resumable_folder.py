@@ -22,7 +22,7 @@ from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.megatron_write import MegatronWriteInput
-from mega_ckpt.resumable_folder import CONTENT, JOURNAL, open_resumable
+from mega_ckpt.resumable_folder import CONTENT, JOURNAL, open_resumable_folder
 from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
 from mega_common.errors import CheckpointError, MegaError
@@ -218,9 +218,9 @@ def test_an_error_that_would_come_again_leaves_nothing(
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     with (
-        open_resumable(tmp_path / "out", {"a": 1}) as journal,
+        open_resumable_folder(tmp_path / "out", {"a": 1}) as journal,
         pytest.raises(CheckpointError, match="another process is writing it"),
-        open_resumable(tmp_path / "out", {"a": 1}),
+        open_resumable_folder(tmp_path / "out", {"a": 1}),
     ):
         pass
     assert journal.finished == {}

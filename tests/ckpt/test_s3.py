@@ -19,13 +19,13 @@ from mega_ckpt.store import (
     AsyncSaver,
     Location,
     delete_old_checkpoints,
+    get_checkpoint_step_folder,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
     parse_location,
     remove_leftovers,
     save_sharded_checkpoint,
-    step_folder,
 )
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
@@ -78,10 +78,10 @@ def test_save_load_retain_sweep_verify(root: Location, tmp_path: Path) -> None:
                 root, version, part(version, 0, 1), model=MODEL, state={"version": version}, assets=tmp_path
             )
     assert found(root) == 3
-    assert verify_checkpoint(step_folder(root, 3), finite=True).ok
-    assert delete_old_checkpoints(root, keep=2) == [step_folder(root, 1)]
+    assert verify_checkpoint(get_checkpoint_step_folder(root, 3), finite=True).ok
+    assert delete_old_checkpoints(root, keep=2) == [get_checkpoint_step_folder(root, 1)]
     (root / "step-00000009" / "1234" / "shard-00000-000.safetensors").write_bytes(b"half")
-    assert list_checkpoints(root) == [step_folder(root, 2), step_folder(root, 3)]
+    assert list_checkpoints(root) == [get_checkpoint_step_folder(root, 2), get_checkpoint_step_folder(root, 3)]
     assert remove_leftovers(root) == [root / "step-00000009"]
     assert [path.name for path in root.iterdir()] == ["step-00000002", "step-00000003"]
 

@@ -24,12 +24,12 @@ from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
     delete_old_checkpoints,
+    get_checkpoint_step_folder,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
     remove_leftovers,
     save_sharded_checkpoint,
-    step_folder,
 )
 from mega_ckpt.tensor_pieces import (
     ShardedTensor,
@@ -378,7 +378,7 @@ def test_retain(tmp_path: Path, keep: int | None, every: int | None, left: list[
     for step in range(1, 7):
         save_step(tmp_path, step, {})
     gone = delete_old_checkpoints(tmp_path, keep=keep, keep_every=every)
-    assert list_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
+    assert list_checkpoints(tmp_path) == [get_checkpoint_step_folder(tmp_path, step) for step in left]
     assert len(os.listdir(tmp_path)) == len(left) == 6 - len(gone)
 
 
@@ -405,14 +405,14 @@ def test_what_changes_after_start_is_not_in_the_checkpoint(tmp_path: Path) -> No
             saver.start_save(tmp_path, step, whole_tensors(tensors), model=MODEL, state=state)
             tensors["weights/a"].zero_()
             state["list"].append(step)
-        assert saver.wait_for_save() == step_folder(tmp_path, 2)
+        assert saver.wait_for_save() == get_checkpoint_step_folder(tmp_path, 2)
         assert saver.wait_for_save() is None
         saver.start_save(tmp_path, 3, whole_tensors(some_tensors(3)), model=MODEL, state={})
-    first, second = (Checkpoint.open_folder(step_folder(tmp_path, step)) for step in (1, 2))
+    first, second = (Checkpoint.open_folder(get_checkpoint_step_folder(tmp_path, step)) for step in (1, 2))
     assert torch.equal(first.read_tensor("weights/a"), some_tensors()["weights/a"])
     assert first.trainer_state == {"list": [1]}
     assert not second.read_tensor("weights/a").any()
-    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 3)
+    assert latest_checkpoint(tmp_path) == get_checkpoint_step_folder(tmp_path, 3)
 
 
 def test_an_error_in_the_background_reaches_the_next_call(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_an_error_in_the_background_reaches_the_next_call(tmp_path: Path) -> Non
             with pytest.raises(CheckpointError, match="t: the boxes"):
                 retry()
         saver.start_save(tmp_path, 3, {}, model=MODEL, state={})
-    assert list_checkpoints(tmp_path) == [step_folder(tmp_path, 3)]
+    assert list_checkpoints(tmp_path) == [get_checkpoint_step_folder(tmp_path, 3)]
 
 
 # Several ranks
@@ -455,7 +455,7 @@ def test_any_sharding_of_four_ranks_loads_in_any_other(tmp_path: Path) -> None:
     for seed in range(30):
         tensors = some_tensors(seed)
         alone = zeros(tensors)
-        load_sharded_checkpoint(step_folder(tmp_path, seed), whole_tensors(alone))
+        load_sharded_checkpoint(get_checkpoint_step_folder(tmp_path, seed), whole_tensors(alone))
         assert equal(alone, tensors)
 
 

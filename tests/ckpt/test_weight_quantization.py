@@ -13,7 +13,7 @@ from hf_models import save_model
 from safetensors.torch import load_file, save_file
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.formats.calibrated_rounding import InputMoments
+from mega_ckpt.formats.calibrated_rounding import InputSecondMoments
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.safetensors_file import SafetensorsFile
 from mega_ckpt.formats.weight_quantization import make_quantizer
@@ -93,7 +93,7 @@ def test_weights_that_groups_of_int4_can_express_stay_the_same(*, calibrated: bo
     scales = 0.01 + torch.rand(24, 4, 1, generator=rng).bfloat16()
     weights = ((codes - zeros) * scales.float()).flatten(1)
     inputs = torch.randn(200, 128, generator=rng)
-    moments = InputMoments.prepare(inputs.T @ inputs) if calibrated else None
+    moments = InputSecondMoments.prepare(inputs.T @ inputs) if calibrated else None
     parts = make_quantizer("int4-asym", {"weight": (24, 128)}).encode(weights, torch.bfloat16, moments)
     assert torch.equal(parts["weight_scale"], scales.squeeze(-1))
     for part, expected, words in (

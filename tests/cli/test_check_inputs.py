@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_cli.train import check_inputs
+from mega_cli.train import check_run_inputs_exist
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
@@ -21,7 +21,7 @@ RUN: Mapping[str, Any] = {
 
 def _check(overrides: list[str], *, data: bool = True) -> None:
     config = RunConfig.parse(apply_overrides(RUN, overrides))
-    check_inputs(config, Path("run.yaml"), data=data)
+    check_run_inputs_exist(config, Path("run.yaml"), data=data)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from masked_data import save_word_pieces
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_cli.data import app
 from mega_common.errors import DataError, MegaError
 from mega_common.strict_config import load_yaml_mapping
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("retrieve")
     save_word_pieces(folder / "bert", around=True)
     config = variant("bert").model_copy(update={"vocab_size": 207})
-    save_tiny(folder / "bert", family_for_model(config), config)
+    save_tiny(folder / "bert", find_family_expressing_model(config), config)
     texts = [" ".join(f"w{word}" for word in row) for row in np.random.default_rng(1).integers(0, 60, (24, 20))]
     (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ("--input", folder / "d.jsonl", "--tokenizer", folder / "bert", "--append-eod")

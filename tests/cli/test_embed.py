@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_cli.embed import EXAMPLES, embed_command
 from mega_cli.eval import eval_command
 from mega_cli.generate import generate_command
@@ -33,7 +33,7 @@ def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_word_pieces(tmp_path_factory.mktemp("bert"), around=True)
     config = variant("bert").model_copy(update={"vocab_size": 207})
-    save_tiny(folder, family_for_model(config), config)
+    save_tiny(folder, find_family_expressing_model(config), config)
     sentences(folder / "held-out", 1, documents=2, most=3)
     lines = [{"id": "a", "passage": "w1 w2 w3"}, {"id": "b", "passage": "w9"}, {"passage": "w1 w2 w3"}]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

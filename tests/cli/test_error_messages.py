@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.main import main
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
@@ -156,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("messages")
     texts = [f"the end of story {number}" for number in range(40)]
     size = train_tokenizer(texts, 300, base / "hf").vocab_size
-    save_tiny(base / "hf", family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": 300}))
+    save_tiny(base / "hf", find_family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": 300}))
     assert size <= 300
     (base / "d").mkdir()
     with IndexedWriter(base / "d" / "c", np.uint16) as writer:

@@ -15,7 +15,7 @@ from tiny_models import save_tiny, variant
 from typer.testing import Result
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.eval import EXAMPLES as EVAL_EXAMPLES
 from mega_cli.eval import eval_command
 from mega_cli.generate import EXAMPLES as GENERATE_EXAMPLES
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(TEXTS, 270, folder)
     save_tiny(
-        folder, family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size})
+        folder, find_family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size})
     )
     with IndexedWriter(folder / "held-out", np.uint16) as writer:
         for text in TEXTS:

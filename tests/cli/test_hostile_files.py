@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.main import main
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
@@ -92,7 +92,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model `hf`, a data set `tokens` and a text."""
     base = tmp_path_factory.mktemp("models")
     train_tokenizer(["the end of the story"] * 9, 300, base / "hf")
-    save_tiny(base / "hf", family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": 300}))
+    save_tiny(base / "hf", find_family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": 300}))
     with IndexedWriter(base / "tokens", np.uint16) as writer:
         writer.add_document(np.arange(50))
     (base / "text.txt").write_text("the end\n")

@@ -22,7 +22,7 @@ import pytest
 from pyarrow import feather, parquet
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.main import main
 from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -41,7 +41,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = folder / "model"
     tokenizer = train_tokenizer(TEXTS, 270, model)
     save_tiny(
-        model, family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size})
+        model, find_family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size})
     )
     with IndexedWriter(folder / "held-out", np.uint16) as writer:
         for text in TEXTS:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mega_cli.main import build_typer_app
 from mega_cli.megatron_args import render_run_yaml
-from mega_cli.moving_in import translate_deepspeed, translate_hf_args
+from mega_cli.moving_in import translate_deepspeed, translate_hf_training_args
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, flatten_settings, resolve_run_config
 
@@ -84,7 +84,7 @@ ARGUMENTS = {
 
 
 def test_training_arguments(tmp_path: Path) -> None:
-    text = render_run_yaml(translate_hf_args(written(tmp_path, ARGUMENTS), ranks=8))
+    text = render_run_yaml(translate_hf_training_args(written(tmp_path, ARGUMENTS), ranks=8))
     run = loaded(text)
     assert (run.batch.micro, run.batch.global_, run.train.steps, run.train.eval_every) == (2, 64, 500, 50)
     assert (run.optimizer.lr, run.optimizer.betas, run.optimizer.clip_grad) == (1e-4, (0.9, 0.95), 2.0)
@@ -105,7 +105,7 @@ def test_training_arguments(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_gradients_are_clipped_as_by_transformers(given: dict[str, Any], clip: float, tmp_path: Path) -> None:
     values = {name: value for name, value in ARGUMENTS.items() if name != "max_grad_norm"}
-    run = loaded(render_run_yaml(translate_hf_args(written(tmp_path, values | given), ranks=8)))
+    run = loaded(render_run_yaml(translate_hf_training_args(written(tmp_path, values | given), ranks=8)))
     assert run.optimizer.clip_grad == clip
 
 
@@ -144,7 +144,7 @@ def test_accelerate_says_how_many_ranks_and_what_they_share(tmp_path: Path) -> N
         "distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "per_device_train_batch_size": 1,
         "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     }  # fmt: skip
-    run = loaded(render_run_yaml(translate_hf_args(written(tmp_path, values))))
+    run = loaded(render_run_yaml(translate_hf_training_args(written(tmp_path, values))))
     assert (run.batch.global_, run.precision, run.parallel.zero) == (4, "bf16", 2)
 
 
@@ -153,7 +153,7 @@ def test_a_file_that_is_none_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings"
     path.write_text(text)
     with pytest.raises(ConfigError, match="settings"):
-        translate_hf_args(path)
+        translate_hf_training_args(path)
 
 
 AXOLOTL_BASE = {
@@ -165,7 +165,7 @@ PAIRS = {"data.kind": "pairs"}
 
 def translated(folder: Path, values: dict[str, Any], ranks: int = 1) -> tuple[dict[str, Any], str]:
     """The run by dotted keys, and the whole text."""
-    text = render_run_yaml(translate_hf_args(written(folder, values), ranks))
+    text = render_run_yaml(translate_hf_training_args(written(folder, values), ranks))
     return dict(flatten_settings(yaml.safe_load(text))), text
 
 

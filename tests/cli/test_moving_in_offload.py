@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mega_cli.megatron_args import render_run_yaml
-from mega_cli.moving_in import translate_deepspeed, translate_hf_args
+from mega_cli.moving_in import translate_deepspeed, translate_hf_training_args
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, flatten_settings, resolve_run_config
 
@@ -119,7 +119,7 @@ ZERO3 = OFFLOAD | {"parallel.zero": 3}
     ],
 )  # fmt: skip
 def test_settings_of_hugging_face(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any], named: str) -> None:
-    text = render_run_yaml(translate_hf_args(_written(tmp_path, values)))
+    text = render_run_yaml(translate_hf_training_args(_written(tmp_path, values)))
     run = _checked(text)
     assert {key: run.get(key) for key in expected} == expected
     assert named in text
@@ -130,13 +130,13 @@ def test_offloading_of_a_named_deepspeed_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     )
-    run = _checked(render_run_yaml(translate_hf_args(_written(tmp_path, HF | {"deepspeed": "ds.json"}))))
+    run = _checked(render_run_yaml(translate_hf_training_args(_written(tmp_path, HF | {"deepspeed": "ds.json"}))))
     assert (run["parallel.zero"], run["optimizer.offload"]) == (2, True)
 
 
 @pytest.mark.parametrize("label", ["rated answers", "over all samples of a step"])
 def test_kto_reads_rated_answers(tmp_path: Path, label: str) -> None:
     values = HF | {"desirable_weight": 1.0, "loss_type": "kto"}
-    text = render_run_yaml(translate_hf_args(_written(tmp_path, values)))
+    text = render_run_yaml(translate_hf_training_args(_written(tmp_path, values)))
     assert label in text
     assert "single answers" not in text

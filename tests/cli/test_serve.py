@@ -19,7 +19,7 @@ from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.chat import EXAMPLES as CHAT_EXAMPLES
 from mega_cli.chat import chat_command
 from mega_cli.serve import EXAMPLES as SERVE_EXAMPLES
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["the end of the story"] * 3, 270, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 256})
-    save_tiny(folder, family_by_name("llama"), config)
+    save_tiny(folder, find_family_by_name("llama"), config)
     return folder
 
 

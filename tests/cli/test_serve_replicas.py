@@ -22,7 +22,7 @@ from serving import until
 
 from mega_cli import serve_replicas
 from mega_cli.serve import serve_command
-from mega_cli.serve_replicas import assign_devices, find_proxy, format_proxy_configuration
+from mega_cli.serve_replicas import assign_devices_to_replicas, find_haproxy, format_haproxy_config
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 PROXY = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -33,7 +33,7 @@ needs_proxy = pytest.mark.skipif(PROXY is None, reason="requires haproxy")
 def test_the_proxy_accepts_its_configuration(tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     with socket.create_server(("127.0.0.1", 0)) as one:
-        file.write_text(format_proxy_configuration([4001, 4002, 4003], one.fileno(), 600))
+        file.write_text(format_haproxy_config([4001, 4002, 4003], one.fileno(), 600))
         command = [str(PROXY), "-c", "-f", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, pass_fds=[one.fileno()])
     assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
@@ -48,19 +48,19 @@ def test_the_proxy_accepts_its_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_each_replica_has_gpus_of_its_own(replicas: int, ranks: int, devices: list[str], expected: list[str]) -> None:
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in assign_devices(replicas, ranks, devices)] == expected
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in assign_devices_to_replicas(replicas, ranks, devices)] == expected
 
 
 def test_too_few_gpus_are_named() -> None:
     with pytest.raises(ConfigError, match=r"requires 4 GPUs \(2 each\), and 3 are visible") as mistake:
-        assign_devices(2, 2, ["0", "1", "2"])
+        assign_devices_to_replicas(2, 2, ["0", "1", "2"])
     assert mistake.value.hint == "use --replicas 1, or --device cpu"
 
 
 def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert assign_devices(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert assign_devices_to_replicas(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_that_cannot_be(
     monkeypatch: pytest.MonkeyPatch, options: list[str], message: str, kind: type[MegaError]
 ) -> None:
-    monkeypatch.setattr(serve_replicas, "find_proxy", (lambda: "haproxy") if options else find_proxy)
+    monkeypatch.setattr(serve_replicas, "find_haproxy", (lambda: "haproxy") if options else find_haproxy)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     app = typer.Typer()
     app.command("serve")(serve_command)

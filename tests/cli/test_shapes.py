@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from mega_ckpt.families import family_for_model, image_processor
+from mega_ckpt.families import find_family_expressing_model, image_processor
 from mega_cli.main import build_typer_app
 from mega_common.model_config import ModelConfig
 from mega_eval.image_prompts import ImagePrompt
@@ -99,7 +99,7 @@ def trained(
     if more:
         model = ModelConfig.parse(run["model"])
         assert model.vision is not None
-        (tmp_path / "config.json").write_text(json.dumps(family_for_model(model).write_config_json(model)))
+        (tmp_path / "config.json").write_text(json.dumps(find_family_expressing_model(model).write_config_json(model)))
         (tmp_path / image_processor.FILE).write_text(
             json.dumps(image_processor.build_preprocessor_config(model.vision))
         )

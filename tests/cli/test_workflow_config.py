@@ -15,7 +15,7 @@ from workflows import Flow
 
 from mega_cli.main import build_typer_app
 from mega_cli.workflow import load_workflow
-from mega_cli.workflow_config import WorkflowConfig, changed_settings
+from mega_cli.workflow_config import WorkflowConfig, diff_flat_settings
 from mega_cli.workflow_runner import WorkflowError
 from mega_common.atomic_files import lock_folder
 from mega_common.errors import ConfigError
@@ -266,7 +266,7 @@ def test_what_changed_is_named_with_its_values(trained: Flow) -> None:
     change(trained.base, {"optimizer": {"lr": 1e-4, "eps": 1e-6, "weight_decay": 0}, "precision": "fp32"})
     assert "optimizer.lr: 0.0003 -> 0.0001" in trained.why()["train"]
     assert trained.why()["train"].endswith("(and 1 more)")
-    assert changed_settings({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"a.d": (None, 3), "c": (2, None)}
+    assert diff_flat_settings({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"a.d": (None, 3), "c": (2, None)}
 
 
 @pytest.mark.parametrize("lost", ["step", "nothing, and more was made"])

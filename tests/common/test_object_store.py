@@ -12,12 +12,12 @@ import torch
 
 from mega_ckpt.store import (
     delete_old_checkpoints,
+    get_checkpoint_step_folder,
     list_checkpoints,
     load_sharded_checkpoint,
     parse_location,
     remove_leftovers,
     save_sharded_checkpoint,
-    step_folder,
 )
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import MegaError
@@ -247,7 +247,7 @@ def test_a_deletion_that_is_refused_leaves_whole_checkpoints_and_data(
         upload_dataset(new, bucket / "wiki")
     server.faults.clear()
     assert [load_step(bucket)] == [2]
-    assert (step_folder(bucket / "run", 1) / "manifest.json").is_file()
+    assert (get_checkpoint_step_folder(bucket / "run", 1) / "manifest.json").is_file()
     assert {suffix: (bucket / f"wiki.{suffix}").read_bytes() for suffix in CONTENT} == CONTENT
     assert {path.name for path in new.parent.iterdir()} == {f"wiki.{suffix}" for suffix in CONTENT}
 

@@ -13,7 +13,7 @@ from engines import Numbers, run, tokens_of
 from tiny_adapters import save_adapter
 from tiny_models import BASE, LATENT, MOE, NEOX, V3, save_tiny
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.errors import CheckpointError, DataError
 from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
@@ -45,7 +45,7 @@ SHARED = [(5 * i + 2) % 61 for i in range(PAGE + 3)]  # of which a page is full
 def saved(path: Path, family: str, fields: Mapping[str, Any], *loras: LoraConfig) -> tuple[Path, dict[str, str]]:
     """A tiny model in fp64 and adapters beside it."""
     base = path / "base"
-    save_tiny(base, family_by_name(family), ModelConfig.parse({**BASE, **fields}), dtype=torch.float64)
+    save_tiny(base, find_family_by_name(family), ModelConfig.parse({**BASE, **fields}), dtype=torch.float64)
     folders = {
         name: str(save_adapter(path / name, base, lora, seed=seed, dtype=torch.float64))
         for seed, (name, lora) in enumerate(zip("ab", loras, strict=False))

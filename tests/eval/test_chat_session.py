@@ -10,7 +10,7 @@ from serving import Scripted
 from tiny_models import save_tiny, variant
 
 import mega_cli
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.serve import load_default_sampling
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import ChatTemplate
@@ -73,7 +73,7 @@ def test_a_folder_of_an_extensions_family_has_its_template_and_sampling(tmp_path
     extension = str(Path(mega_cli.__file__).parent / "templates/family.py")
     (family,) = load_extensions([extension]).families
     train_tokenizer(["x"], 257, tmp_path)
-    save_tiny(tmp_path, family_by_name("llama"), config := variant("plain").model_copy(update={"vocab_size": 257}))
+    save_tiny(tmp_path, find_family_by_name("llama"), config := variant("plain").model_copy(update={"vocab_size": 257}))
     (tmp_path / "config.json").write_text(json.dumps(family.write_config_json(config)))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 3}))

@@ -10,7 +10,7 @@ import torch
 from tiny_models import save_tiny, variant
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.errors import CheckpointError, DataError
 from mega_data.blended_dataset import open_sequential_dataset
 from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny(tmp_path / "hf", family_by_name("mistral"), variant("window"))
+    save_tiny(tmp_path / "hf", find_family_by_name("mistral"), variant("window"))
     return tmp_path / "hf"
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 def test_loss_is_that_of_transformers(tmp_path: Path, data: Path, seq_length: int):
     pytest.importorskip("transformers", reason="the reference implementation")
     config = variant("llama3").model_copy(update={"max_position": 1000})
-    reference = save_tiny(tmp_path / "hf", family_by_name("llama"), config)
+    reference = save_tiny(tmp_path / "hf", find_family_by_name("llama"), config)
     tokens = torch.from_numpy(np.fromfile(f"{data}.bin", np.uint16).astype(np.int64))
     losses = []
     for start in range(0, len(tokens) - 1, seq_length):
@@ -138,7 +138,7 @@ def test_tokens_outside_the_vocabulary(tmp_path: Path, folder: Path):
 
 
 def test_windows_longer_than_learned_positions(tmp_path: Path, data: Path):
-    save_tiny(tmp_path / "hf", family_by_name("gpt2"), variant("gpt2"))
+    save_tiny(tmp_path / "hf", find_family_by_name("gpt2"), variant("gpt2"))
     model = load_inference_model(tmp_path / "hf")
     assert evaluate_perplexity(model, data, 64).windows == 4
     with pytest.raises(DataError, match=r"windows of 65 tokens.*64 positions"):

@@ -21,7 +21,7 @@ from tiny_models import save_tiny, variant
 from tokenizers import Tokenizer as Backend
 from typer.testing import CliRunner
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_cli.eval import eval_command
 from mega_common.errors import ConfigError, DataError
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -37,7 +37,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.pipeline.schedules import make_schedule
+from mega_trainer.pipeline.schedules import make_pipeline_schedule
 from mega_trainer.run.training_run import run_training
 
 CLS, SEP, MASK, EOS = 2, 3, 4, 6
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT with its tokenizer, and held-out data of 23 tokens, two of which end documents."""
     folder = save_word_pieces(tmp_path_factory.mktemp("bert"), around=True)
     config = variant("bert").model_copy(update={"vocab_size": 207})
-    save_tiny(folder, family_for_model(config), config)
+    save_tiny(folder, find_family_expressing_model(config), config)
     with IndexedWriter(folder / "held-out", "uint16") as writer:
         tokens = np.random.default_rng(0).integers(7, 7 + len(WORDS), 23)
         tokens[[9, 22]] = EOS
@@ -178,7 +178,7 @@ def test_loss_of_hidden_spans_is_that_of_the_runs_own_validation(tmp_path: Path)
     from mega_eval.live_model import build_inference_model
 
     pairs = [([7, 8, 9, 150, 11], [3, 4])]
-    executor = PipelineExecutor(make_schedule("1f1b", pp=1, microbatches=1), {0: model}, CommGroup("pp"))
+    executor = PipelineExecutor(make_pipeline_schedule("1f1b", pp=1, microbatches=1), {0: model}, CommGroup("pp"))
     assert score_continuations(build_inference_model(executor, config), pairs) == score_continuations(model, pairs)
     asked = {**config.model_dump(mode="json", by_alias=True, exclude_unset=True), "eval": {"tasks": ["copa"]}}
     for parallel in ({"pp": 2}, {"zero": 3}):

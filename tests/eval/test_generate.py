@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import cases, save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
@@ -69,7 +69,7 @@ GREEDY += {
 )
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):
     pytest.importorskip("transformers", reason="the reference implementation")
-    reference = save_tiny(tmp_path, family_by_name(family), variant(name), dtype=dtype)
+    reference = save_tiny(tmp_path, find_family_by_name(family), variant(name), dtype=dtype)
     expected = []
     for prompt in PROMPTS:
         tokens = torch.tensor([Numbers().encode(prompt)])

@@ -117,7 +117,7 @@ def test_a_busy_judge_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         score_answers(judge, PROMPTS[:1], ["abc"])
     with pytest.raises(TrainingError, match="does not answer"):
-        JudgeClient("http://127.0.0.1:9/v1").find_model()
+        JudgeClient("http://127.0.0.1:9/v1").get_judge_model_name()
 
 
 def test_megas_own_server_can_be_the_judge(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import BASE, save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_common.model_config import ModelConfig
@@ -19,7 +19,7 @@ from mega_eval.language_model import LanguageModel
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.run.train_state import collect_weights
+from mega_trainer.run.train_state import collect_stage_weights
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/ask.py"
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     words = train_tokenizer(["the end of the story"] * 3, 270, folder)
     config = variant("grouped").model_copy(update={"vocab_size": words.vocab_size})
-    save_tiny(folder, family_by_name("llama"), config, dtype=torch.float64)
+    save_tiny(folder, find_family_by_name("llama"), config, dtype=torch.float64)
     (folder / "generation_config.json").write_text(
         '{"repetition_penalty": 1.5, "temperature": 7.0, "do_sample": false}'
     )
@@ -68,7 +68,7 @@ def test_layers_for_further_tokens_guess_where_they_are_asked_to(tmp_path: Path)
     whole = Decoder(LayerBuilder(config)).eval()
     initialize_weights(whole, 1)
     save_sharded_checkpoint(
-        tmp_path / "model", 0, collect_weights({0: whole}, prefix="weights/"), model=config, state={}
+        tmp_path / "model", 0, collect_stage_weights({0: whole}, prefix="weights/"), model=config, state={}
     )
     found = {
         draft: LanguageModel.load(tmp_path / "model", tokenizer=tmp_path / "tok", precision="fp64", draft=draft)

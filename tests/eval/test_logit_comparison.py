@@ -15,7 +15,7 @@ from encoder_decoders import published
 from tiny_models import VARIANTS, save_tiny, variant
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name, family_for_model
+from mega_ckpt.families import find_family_by_name, find_family_expressing_model
 from mega_common.errors import CheckpointError, DataError
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
@@ -24,7 +24,7 @@ from mega_eval.logit_comparison import compare_logits
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny(tmp_path / "hf", family_by_name("llama"), variant("attention-bias"))
+    save_tiny(tmp_path / "hf", find_family_by_name("llama"), variant("attention-bias"))
     return tmp_path / "hf"
 
 
@@ -80,7 +80,7 @@ ENCODERS = [name for name, fields in VARIANTS.items() if fields.get("causal") is
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_are_compared_by_hidden_states_and_heads(tmp_path: Path, name: str) -> None:
     config = variant(name)
-    save_tiny(tmp_path / "hf", family_for_model(config), config)
+    save_tiny(tmp_path / "hf", find_family_expressing_model(config), config)
     convert_checkpoint(tmp_path / "hf", tmp_path / "mega", "mega")
     assert compare_logits(tmp_path / "hf", tmp_path / "mega").difference == 0.0
     changed = ("n_heads", 2) if name == "distilbert" else ("layer_norm_eps norm_eps rms_norm_eps", 0.1)

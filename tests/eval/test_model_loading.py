@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BASE, save_tiny, variant
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -20,12 +20,12 @@ from mega_trainer.config.run_config import resolve_run_config
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.run.train_state import collect_weights
+from mega_trainer.run.train_state import collect_stage_weights
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny(tmp_path / "hf", family_by_name("llama"), variant("attention-bias"))
+    save_tiny(tmp_path / "hf", find_family_by_name("llama"), variant("attention-bias"))
     train_tokenizer(["some text"], 257, tmp_path / "hf")
     return tmp_path / "hf"
 
@@ -57,7 +57,7 @@ def test_what_is_not_stored_plainly_is_the_model_that_its_export_is(kind: str, t
 
 def save_tiny_as(kind: str, tmp_path: Path) -> Path:
     folder = tmp_path / "source"
-    save_tiny(folder, family_by_name("llama"), variant("grouped"))
+    save_tiny(folder, find_family_by_name("llama"), variant("grouped"))
     file, config = folder / "model.safetensors", folder / "config.json"
     tensors = load_file(file)
     if kind == "gguf":
@@ -78,7 +78,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
     config = ModelConfig.parse({**BASE, "mtp_layers": 1})
     whole = Decoder(LayerBuilder(config)).eval()
     initialize_weights(whole, 1)
-    save_sharded_checkpoint(tmp_path, 0, collect_weights({0: whole}, prefix="weights/"), model=config, state={})
+    save_sharded_checkpoint(tmp_path, 0, collect_stage_weights({0: whole}, prefix="weights/"), model=config, state={})
     model, tokens = load_inference_model(tmp_path), torch.arange(9)[None]
     assert not model.predictors
     assert torch.equal(

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import save_tiny, variant
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.errors import DataError
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
@@ -25,7 +25,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("models")
     config = variant("llama3").model_copy(update={"vocab_size": 300})
-    save_tiny(root / "one", family_by_name("llama"), config)
+    save_tiny(root / "one", find_family_by_name("llama"), config)
     train_tokenizer([TEXT], 300, root / "one")
     convert_checkpoint(root / "one", root / "other", "hf", options=ConvertOptions(quantize="int8"))
     return root / "one", root / "other"

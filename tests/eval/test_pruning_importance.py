@@ -12,7 +12,7 @@ from tiny_models import BASE, MOE, save_tiny
 from torch import Tensor, nn
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.shrink_model import PartImportance, ShrinkSizes, shrink_model, shrunk_config
 from mega_ckpt.source import WeightSource, open_weight_source
 from mega_common.errors import ConfigError
@@ -42,7 +42,7 @@ WINDOWS = torch.randint(61, (3, 1, 16), generator=torch.Generator().manual_seed(
 
 def saved(folder: Path, name: str) -> WeightSource:
     family, fields = MODELS[name]
-    save_tiny(folder, family_by_name(family), ModelConfig.parse({**BASE, **fields}))
+    save_tiny(folder, find_family_by_name(family), ModelConfig.parse({**BASE, **fields}))
     return open_weight_source(folder)
 
 
@@ -147,7 +147,7 @@ def test_heads_under_a_norm_over_all_of_them_are_not_cut(sizes: ShrinkSizes) -> 
 
 def test_layers_without_function_leave_the_model_as_it_was(tmp_path: Path) -> None:
     """With a neuron and heads that nothing comes of, too."""
-    save_tiny(tmp_path / "tiny", family_by_name("llama"), ModelConfig.parse({**BASE, **MODELS["llama"][1]}))
+    save_tiny(tmp_path / "tiny", find_family_by_name("llama"), ModelConfig.parse({**BASE, **MODELS["llama"][1]}))
     hf = transformed(tmp_path / "tiny")
     with torch.no_grad():
         layers = hf.model.layers
@@ -175,7 +175,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             shrink_model(source, tmp_path / "out", ones, sizes)
-    save_tiny(tmp_path / "moe", family_by_name("mixtral"), ModelConfig.parse({**BASE, "moe": MOE}))
+    save_tiny(tmp_path / "moe", find_family_by_name("mixtral"), ModelConfig.parse({**BASE, "moe": MOE}))
     with pytest.raises(ConfigError, match="with experts"):
         shrink_model(open_weight_source(tmp_path / "moe"), tmp_path / "out", ones, ShrinkSizes(layers=1))
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 from mega_common.errors import ConfigError, MissingPackageError
-from mega_eval.result_reports import check_picture_file, draw_results, list_metric_rows
+from mega_eval.result_reports import check_picture_file, list_metric_rows, plot_task_results
 
 RESULTS: dict[str, Any] = {
     "results": {
@@ -28,7 +28,7 @@ def test_a_picture_has_every_metric(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.png", "a.svg", "a.pdf"):
         check_picture_file(tmp_path / name)
-        draw_results(tmp_path / name, RESULTS, "my model")
+        plot_task_results(tmp_path / name, RESULTS, "my model")
     with PIL.Image.open(tmp_path / "a.png") as picture:
         assert picture.width > 1000
         colors = {color for _, color in picture.convert("RGB").getcolors(2**16)}

@@ -13,7 +13,7 @@ import torch
 from masked_data import save_word_pieces
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_common.errors import CheckpointError, ConfigError
 from mega_eval.sentence_transformers_folder import MODES, read_sentence_transformers_folder
 from mega_eval.text_embedding import TextEmbedder, load_text_embedder
@@ -25,7 +25,7 @@ TEXTS = ["w1 w2 w3", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14", "w3 w3"]
 def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_word_pieces(tmp_path_factory.mktemp("bert"), around=True)
     config = variant("bert-without-a-head").model_copy(update={"vocab_size": 207})
-    save_tiny(folder, family_for_model(config), config)
+    save_tiny(folder, find_family_expressing_model(config), config)
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_common.errors import ConfigError, DataError
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_embedding import compute_embeddings
@@ -23,7 +23,7 @@ def test_are_pooled_hidden_states_of_transformers(tmp_path: Path, name: str) -> 
     pytest.importorskip("transformers", reason="the reference implementation")
     config = variant(name)
     reference, model = (
-        save_tiny(tmp_path, family_for_model(config), config),
+        save_tiny(tmp_path, find_family_expressing_model(config), config),
         load_inference_model(tmp_path, kinds=("encoder",)),
     )
     found = {pooling: compute_embeddings(model, TEXTS, pooling=pooling, batch_tokens=12) for pooling in ("mean", "cls")}
@@ -36,7 +36,7 @@ def test_are_pooled_hidden_states_of_transformers(tmp_path: Path, name: str) -> 
 
 def test_options_and_mistakes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = variant("bert")
-    save_tiny(tmp_path, family_for_model(config), config)
+    save_tiny(tmp_path, find_family_expressing_model(config), config)
     model = load_inference_model(tmp_path, kinds=("encoder",))
     np.testing.assert_allclose(np.linalg.norm(compute_embeddings(model, TEXTS, normalize=True), axis=1), 1, atol=1e-6)
     cut: Any = compute_embeddings(model, TEXTS, max_length=4)

@@ -10,8 +10,8 @@ from tiny_models import BASE, MOE, save_tiny
 from torch import Tensor
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families import family_by_name
-from mega_ckpt.formats.calibrated_rounding import DAMPING, InputMoments
+from mega_ckpt.families import find_family_by_name
+from mega_ckpt.formats.calibrated_rounding import DAMPING, InputSecondMoments
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.weight_quantization import make_quantizer
 from mega_common.errors import CheckpointError
@@ -26,7 +26,9 @@ SEQUENCES = torch.randint(61, (24, 32), generator=torch.Generator().manual_seed(
 def save_model(folder: Path, **settings: object) -> Path:
     torch.manual_seed(1)
     save_tiny(
-        folder, family_by_name("mixtral" if "moe" in settings else "llama"), ModelConfig.parse({**SIZES, **settings})
+        folder,
+        find_family_by_name("mixtral" if "moe" in settings else "llama"),
+        ModelConfig.parse({**SIZES, **settings}),
     )
     return folder
 
@@ -52,7 +54,9 @@ def test_codes_are_those_of_one_column_after_the_other() -> None:
     rng = torch.Generator().manual_seed(2)
     inputs = torch.randn(400, 150, generator=rng) @ torch.randn(150, 150, generator=rng)  # more than one block
     weights, moments = 2 * torch.randn(5, 150, generator=rng), inputs.T @ inputs
-    found = InputMoments.prepare(moments).compensate(weights, torch.ones(5, 150), lambda rows, scale: rows.round())
+    found = InputSecondMoments.prepare(moments).compensate_rounding_error(
+        weights, torch.ones(5, 150), lambda rows, scale: rows.round()
+    )
     torch.testing.assert_close(found.round().double(), round_one_by_one(weights, moments))
     nearest, calibrated = ((((each - weights) @ inputs.T) ** 2).sum() for each in (weights.round(), found.round()))
     assert calibrated < 0.5 * nearest
@@ -82,7 +86,7 @@ def test_calibration_changes_codes_of_int4_and_no_zero_points() -> None:
     quantizer = make_quantizer("int4-asym", {"weight": (24, 64)})
     nearest, calibrated = (
         quantizer.encode(weights, torch.bfloat16, moments)
-        for moments in (None, InputMoments.prepare(inputs.T @ inputs))
+        for moments in (None, InputSecondMoments.prepare(inputs.T @ inputs))
     )
     low, high = weights.unflatten(1, (-1, 32)).aminmax(dim=-1)
     expected = (-15 * low / (high - low)).round().int()
@@ -136,4 +140,4 @@ def test_calibration_requires_a_quantization_of_the_same_weights(
 
 def test_activations_that_are_not_finite_are_refused() -> None:
     with pytest.raises(CheckpointError, match="activations that are not finite"):
-        InputMoments.prepare(torch.full((2, 2), torch.inf))
+        InputSecondMoments.prepare(torch.full((2, 2), torch.inf))

@@ -49,7 +49,7 @@ def test_every_layout_computes_what_one_process_computes(used: dict[str, Any]) -
 @torch.no_grad()
 def test_rows_of_the_engine_are_those_without_a_cache() -> None:
     config = RunConfig.parse(resolve_run_config({**make_run(**USED), "data": {"train": "none"}}))
-    functions = config.registry.bind_functions(config.model)
+    functions = config.registry.bind_extension_functions(config.model)
     torch.manual_seed(0)
     model = Decoder(LayerBuilder(config.model, dtype=torch.float64, functions=functions)).eval().requires_grad_(False)
     for parameter in model.parameters():

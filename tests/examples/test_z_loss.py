@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model.vocab_parallel_loss import TokenLossTargets, fused_linear_cross_entropy
 
 
@@ -31,7 +31,7 @@ def test_the_fused_loss_has_the_gradient_of_autograd() -> None:
         log_probs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
         expected = (loss(log_probs, logits.logsumexp(-1)) * weights).sum()
         group = CommGroup("tp", (0,))
-        targets = TokenLossTargets(loss, labels, 13, group, cap, LeafCompiler())
+        targets = TokenLossTargets(loss, labels, 13, group, cap, FusibleFunctionCompiler())
         found, _ = fused_linear_cross_entropy(hidden, head, labels, weights, group, 11, cap, soft=targets)
         torch.testing.assert_close(found, expected)
         pairs = zip(*(torch.autograd.grad(each, (hidden, head)) for each in (found, expected)), strict=True)

@@ -19,7 +19,7 @@ import transformers
 import yaml
 
 from mega_cli.megatron_args import render_run_yaml
-from mega_cli.moving_in import translate_deepspeed, translate_hf_args
+from mega_cli.moving_in import translate_deepspeed, translate_hf_training_args
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
@@ -235,7 +235,7 @@ def trainer_batch(file: dict[str, Any], ranks: int, parallel: Any = None) -> int
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_transformers(tmp_path: Path, case: Case) -> None:
     assert case.ranks is not None
-    text = translated(tmp_path, case, translate_hf_args)
+    text = translated(tmp_path, case, translate_hf_training_args)
     rates = [] if case.open else transformers_rates(tmp_path, case.file)
     assert_equal(text, case, trainer_batch(case.file, case.ranks), rates)
 
@@ -250,7 +250,9 @@ def test_accelerate(tmp_path: Path, case: Case) -> None:
     own = config.load_config_from_file(str(path))
     sizes = {key.removeprefix("parallelism_config_"): size for key, size in own.parallelism_config.items()}
     batch = trainer_batch(case.file, own.num_processes, ParallelismConfig(**sizes))
-    assert_equal(translated(tmp_path, case, translate_hf_args), case, batch, transformers_rates(tmp_path, case.file))
+    assert_equal(
+        translated(tmp_path, case, translate_hf_training_args), case, batch, transformers_rates(tmp_path, case.file)
+    )
 
 
 def axolotl(**fields: Any) -> dict[str, Any]:
@@ -315,7 +317,7 @@ def test_axolotl(tmp_path: Path, case: Case) -> None:
     rows = file.get("batch_size", file.get("micro_batch_size", 1) * file.get("gradient_accumulation_steps", 1))
     rates = [] if case.open else list(axolotl_rates(file))
     assert case.ranks is not None
-    assert_equal(translated(tmp_path, case, translate_hf_args), case, rows * case.ranks // shared, rates)
+    assert_equal(translated(tmp_path, case, translate_hf_training_args), case, rows * case.ranks // shared, rates)
 
 
 def test_the_table_has_forty_files() -> None:

@@ -12,7 +12,7 @@ from tiny_models import VARIANTS, save_tiny, variant
 from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_by_name, family_for_model
+from mega_ckpt.families import find_family_by_name, find_family_expressing_model
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.data.micro_batch import DocumentBounds, SegmentOrderTargets
 from mega_trainer.model.decoder import Decoder
@@ -44,7 +44,7 @@ def stream(model: Decoder, tokens: Tensor, types: Tensor, padding: np.ndarray) -
 def test_hidden_states_logits_and_losses(tmp_path: Path, name: str, family: str) -> None:
     config = variant(name)
     reference, model = (
-        save_tiny(tmp_path, family_by_name(family) if family else family_for_model(config), config),
+        save_tiny(tmp_path, find_family_by_name(family) if family else find_family_expressing_model(config), config),
         load_inference_model(tmp_path, kinds=("encoder",)),
     )
     tokens, types, padding = random_inputs(config.vocab_size, config.token_types)
@@ -87,7 +87,7 @@ def test_hidden_states_logits_and_losses(tmp_path: Path, name: str, family: str)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_folders_come_back_to_the_byte(tmp_path: Path, name: str) -> None:
     config = variant(name)
-    save_tiny(tmp_path / "hf", family_for_model(config), config)
+    save_tiny(tmp_path / "hf", find_family_expressing_model(config), config)
     convert_checkpoint(tmp_path / "hf", tmp_path / "mega", "mega")
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     for file in (tmp_path / "hf").iterdir():
@@ -99,7 +99,7 @@ def test_norms_with_the_names_of_the_first_folders(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = variant("bert")
-    save_tiny(tmp_path, family_for_model(config), config)
+    save_tiny(tmp_path, find_family_expressing_model(config), config)
     held = load_file(tmp_path / "model.safetensors")
     model = load_inference_model(tmp_path, kinds=("encoder",))
     old = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import VARIANTS, cases, save_tiny, variant
 
-from mega_ckpt.families import FAMILIES, ModelFamily, family_for_model
+from mega_ckpt.families import FAMILIES, ModelFamily, find_family_expressing_model
 from mega_eval.generate import generate_completions
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_stream import GenerationLimits
@@ -61,7 +61,7 @@ class Numbers:
 def test_greedy_text_of_hybrids(tmp_path: Path, name: str):
     """From states that go on token by token here; transformers reads the whole row again for each."""
     config = variant(name)
-    reference = save_tiny(tmp_path, family_for_model(config), config)
+    reference = save_tiny(tmp_path, find_family_expressing_model(config), config)
     row = [(7 * i * i + 3) % config.vocab_size for i in range(11)]
     (found,) = generate_completions(load_inference_model(tmp_path), Numbers(), [row], GenerationLimits(20))
     with torch.no_grad():

@@ -31,7 +31,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import DataError
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_pixels import list_placeholder_features, prepare_image
+from mega_data.images.image_pixels import map_placeholders_to_features, prepare_image
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt
@@ -128,7 +128,7 @@ def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, BatchImages]:
     """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
     size = vision.image_size
     draw = torch.Generator().manual_seed(3)
-    found = [torch.from_numpy(list_placeholder_features(vision, *sides)) for sides in SIZES]
+    found = [torch.from_numpy(map_placeholders_to_features(vision, *sides)) for sides in SIZES]
     squares = [1 if vision.pinpoints is None else squares_of([*map(list, vision.pinpoints)], sides) for sides in SIZES]
     a, b, c = map(len, found)
     tokens = torch.randint(1, BEGIN, (2, max(a, b + c) + 7), generator=draw)
@@ -136,7 +136,7 @@ def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, BatchImages]:
     tokens[1, 1 : 1 + b] = tokens[1, 3 + b : 3 + b + c] = IMAGE
     pixels = torch.randn(sum(squares), 3, size, size, generator=draw)
     rows = torch.full(tokens.shape, -1)
-    before = [sum(squares[:number]) * vision.features_per_square for number in range(3)]
+    before = [sum(squares[:number]) * vision.features_per_tile for number in range(3)]
     rows[tokens == IMAGE] = torch.cat([one + first for one, first in zip(found, before, strict=True)])
     return tokens, pixels, BatchImages(pixels, rows)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mega_ckpt.families.model_equivalence import drop_redundant_model_fields
 from mega_ckpt.formats.megatron_args import read_megatron_args
 from mega_cli.megatron_args import translate_launch_script
-from mega_cli.megatron_args.arithmetic import parse_layer_pattern
-from mega_cli.megatron_args.flag_tables import load_flag_tables, parse_command_arguments
+from mega_cli.megatron_args.arithmetic import parse_megatron_layer_freq
+from mega_cli.megatron_args.flag_tables import load_megatron_flag_specs, parse_megatron_arguments
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import distribute_layer_kinds
@@ -120,11 +120,11 @@ FLAGS = st.tuples(
 
 def args_of(script: str) -> dict[str, Any]:
     """What Megatron keeps of a command line, with what it fills in."""
-    arguments = parse_command_arguments(find_training_command(script).arguments, load_flag_tables())
+    arguments = parse_megatron_arguments(find_training_command(script).arguments, load_megatron_flag_specs())
     arguments.raise_problems()
     args = {dest: arguments[dest] for dest in arguments.flags}
     for name in ("moe_layer_freq", "window_attn_skip_freq"):
-        args[name] = parse_layer_pattern(args[name]) if isinstance(args[name], str) else args[name]
+        args[name] = parse_megatron_layer_freq(args[name]) if isinstance(args[name], str) else args[name]
     whole = "yarn_correction_range_round_to_int"  # on, off, or neither
     args[whole] = args[whole] if whole in arguments else None
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts"):  # lists here, or in forks

@@ -82,7 +82,7 @@ def hf_inputs(vision: VisionConfig, tokens: Tensor, images: list[Tensor]) -> dic
 def inputs(vision: VisionConfig, sizes: list[tuple[int, int]]) -> tuple[Tensor, list[Tensor], BatchImages]:
     """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
     draw = torch.Generator().manual_seed(3)
-    a, b, c = (vision.count_features(*size) for size in sizes)
+    a, b, c = (vision.count_image_features(*size) for size in sizes)
     tokens = torch.randint(1, IMAGE - 1, (2, max(a, b + c) + 7), generator=draw)
     tokens[0, 2 : 2 + a] = IMAGE
     tokens[1, 1 : 1 + b] = tokens[1, 3 + b : 3 + b + c] = IMAGE

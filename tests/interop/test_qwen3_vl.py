@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_of_config
+from mega_ckpt.families import detect_model_family
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.source import open_weight_source, read_model_config
 from mega_common.errors import CheckpointError, ConfigError
@@ -276,7 +276,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "said"), REFUSED)
 def test_what_is_refused(changes: dict[str, dict[str, Any]], said: str) -> None:
     raw = json.loads(Qwen3VLConfig(vision_config=TOWER, text_config=TEXT, image_token_id=IMAGE).to_json_string())
-    family = family_of_config(raw)
+    family = detect_model_family(raw)
     assert family.read_config_json(raw).vision is not None
     assert family.unread_keys(raw) == []
     for section, keys in changes.items():

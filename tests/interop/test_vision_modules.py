@@ -17,7 +17,7 @@ from transformers import AutoProcessor
 from vision_modules import CASES, IMAGE, PREPARED, draw_inputs, draw_picture, join_inputs, save_model
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_of_config
+from mega_ckpt.families import detect_model_family
 from mega_common.errors import CheckpointError, DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
 from mega_data.images.image_inputs import ImageInputs
@@ -68,7 +68,7 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
         seen = theirs(input_ids=tokens, **join_inputs(kind, others, tokens)).logits
     assert (expected.logits - seen).abs().max() > 1e-3, "images that say nothing"
     positions, mrope = torch.arange(tokens.shape[1])[None], None
-    if ours.config.vision.has_grid_positions:
+    if ours.config.vision.uses_mrope_grid_positions:
         grids = [[one.shape[1:] for one in images[:1]], [one.shape[1:] for one in images[1:]]]
         first = math.prod(images[0].shape)
         each = [
@@ -166,10 +166,10 @@ def test_what_cannot_be_followed_is_named(tmp_path: Path) -> None:
     config: dict[str, Any] = {"model_type": "aya_vision", **CASES["aya_vision"][0]}
     dropout = {**config, "vision_config": {**config["vision_config"], "attention_dropout": 0.1}}
     with pytest.raises(CheckpointError, match=r"vision_config.attention_dropout = 0.1 is not supported"):
-        family_of_config(dropout).read_config_json(dropout)
+        detect_model_family(dropout).read_config_json(dropout)
     for kind, reason in (("paligemma", "prompt"), ("ovis2", "visual indicator"), ("glm4v", "M-RoPE")):
         with pytest.raises(CheckpointError, match=rf"model type '{kind}' is not supported: .*{reason}"):
-            family_of_config({"model_type": kind, "vision_config": {}})
+            detect_model_family({"model_type": kind, "vision_config": {}})
     save_model("cohere2_vision", tmp_path)
     bare = load_inference_model(tmp_path)
     prompt = ImagePrompt("what <image>", [encode_png(1, (8, 8))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels
@@ -14,8 +14,8 @@ CUDA, HEADS = torch.device("cuda"), 4
 WINDOW = BandMask(left=40, right=0)
 
 
-def documents(*lengths: int, band: BandMask = WINDOW) -> PackedMask:
-    return PackedMask.from_lengths(list(lengths), band, CUDA)
+def documents(*lengths: int, band: BandMask = WINDOW) -> PackedDocumentMask:
+    return PackedDocumentMask.from_lengths(list(lengths), band, CUDA)
 
 
 def test_shapes_masks_and_caps_that_change() -> None:

@@ -15,7 +15,7 @@ from parity.cases import all_layouts, covering
 from ranks import run_ranks
 from torch.distributed._symmetric_memory import _test_mode
 
-from mega_trainer.verify.case_trainer import CaseTrainer, clone_tensors, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, copy_sharded_tensors_to_host, make_case_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
 
@@ -31,7 +31,7 @@ def train_all(cases: Sequence[LayoutCase], store: Path) -> list[str]:
             trainer = CaseTrainer.build(case, rank, maker, device=torch.device("cuda", rank))
             with _test_mode():  # GEMMs of symmetric memory by NCCL, as the stand-in has no memory of other devices
                 trainer.run(case.steps)
-            clone_tensors(trainer.state.checkpoint_tensors())
+            copy_sharded_tensors_to_host(trainer.state.checkpoint_tensors())
         except Exception:  # noqa: BLE001 - whatever a case raises is reported with its name
             wrong.append(f"{case} on rank {rank}: {traceback.format_exc()[-800:]}")
             break  # ranks that go on would wait for this one

@@ -16,7 +16,7 @@ from mega_trainer.config.fp8_config import MULTIPLES, check_fp8_device
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.train_step import evaluate_losses
-from mega_trainer.verify.case_trainer import CaseTrainer, clone_tensors
+from mega_trainer.verify.case_trainer import CaseTrainer, copy_sharded_tensors_to_host
 from mega_trainer.verify.layout_case import LayoutCase
 
 CUDA = torch.device("cuda", 0)
@@ -62,7 +62,7 @@ def train(one: LayoutCase) -> CaseTrainer:
     for stage in trainer.state.stages.values():
         stage.eval()
     evaluate_losses(trainer.executor, [micro], TrainingObjective(trainer.groups, 0).validation_totals)
-    clone_tensors(trainer.state.checkpoint_tensors())
+    copy_sharded_tensors_to_host(trainer.state.checkpoint_tensors())
     return trainer
 
 

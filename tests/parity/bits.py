@@ -22,7 +22,7 @@ from mega_trainer.verify.restore_comparison import (
     find_case_group,
     find_differing_tensors,
     overwrite_training_state,
-    save_case,
+    save_case_checkpoint,
 )
 
 
@@ -79,7 +79,7 @@ def resumed(cases: Sequence[LayoutCase], folder: Path, others: Sequence[LayoutCa
             straight.tensors = merge_sharded_tensors(parts)
         first = CaseTrainer.build(case, rank, maker)
         losses = first.run(STEPS_BEFORE).losses
-        saved = save_case(first, maker, folder / str(number))
+        saved = save_case_checkpoint(first, maker, folder / str(number))
         second = CaseTrainer.build(other, rank, maker)
         overwrite_training_state(second)
         second.state.restore_checkpoint(saved, find_case_group(maker, other))

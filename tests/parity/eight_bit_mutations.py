@@ -12,7 +12,7 @@ import torch
 from parity.eight_bits import case
 
 from mega_trainer.kernels import fp8_kernels
-from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, QuantizedMatrix, QuantizedWithTranspose
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8MatrixWithTranspose
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parameter_info import GemmOperandCache
 from mega_trainer.verify.layout_case import LayoutCase
@@ -29,24 +29,24 @@ def _scales(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """The second factor's scales are others."""
     real = fp8_kernels.scaled_gemm
 
-    def product(a: QuantizedMatrix, b: QuantizedMatrix, *args: Any, **options: Any) -> torch.Tensor:
+    def product(a: Fp8Matrix, b: Fp8Matrix, *args: Any, **options: Any) -> torch.Tensor:
         return real(a, b._replace(scale=wrong(b.scale)), *args, **options)
 
     return lambda: swap(fp8_kernels, "scaled_gemm", product)
 
 
 def _formats_swapped() -> AbstractContextManager[Any]:
-    real, other = fp8_kernels.quantize_leaf, {E4M3: E5M2, E5M2: E4M3}
-    return swap(fp8_kernels, "quantize_leaf", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
+    real, other = fp8_kernels.fusible_quantize, {E4M3: E5M2, E5M2: E4M3}
+    return swap(fp8_kernels, "fusible_quantize", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
 
 
 def _weight_by_its_rows() -> AbstractContextManager[Any]:
     """A weight's scales for dX are laid out as those for Y."""
     real = Fp8Kernels.prepare_weight
 
-    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> QuantizedWithTranspose:
+    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> Fp8MatrixWithTranspose:
         plain, turned = real(self, weight)
-        return QuantizedWithTranspose(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
+        return Fp8MatrixWithTranspose(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
 
     return swap(Fp8Kernels, "prepare_weight", prepare)
 

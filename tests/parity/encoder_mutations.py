@@ -97,12 +97,12 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
 
 def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
     """Each tensor rank takes the first rank's heads of the table."""
-    real = decoder.build_bias_table
+    real = decoder.build_relative_position_bias_table
 
     def table(build: LayerBuilder, name: str) -> torch.nn.Parameter:
         return real(replace(build, groups=replace(build.groups, tp=replace(build.groups.tp, rank=0))), name)
 
-    return swap(decoder, "build_bias_table", table)
+    return swap(decoder, "build_relative_position_bias_table", table)
 
 
 def _projection_gradient_of_a_part() -> AbstractContextManager[Any]:

@@ -25,14 +25,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import find_family_expressing_model
 from mega_common.errors import CheckpointError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
 from mega_trainer.verify.case_comparison import largest_error
-from mega_trainer.verify.case_trainer import clone_tensors, make_case_groups
+from mega_trainer.verify.case_trainer import copy_sharded_tensors_to_host, make_case_groups
 from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
@@ -99,7 +99,7 @@ def exportable(cases: Sequence[LayoutCase]) -> list[LayoutCase]:
 
 def _has_family(case: LayoutCase) -> bool:
     try:
-        return bool(family_for_model(case.config.model))
+        return bool(find_family_expressing_model(case.config.model))
     except CheckpointError:
         return False
 
@@ -117,7 +117,7 @@ def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[st
         told += [each.double() for each in routes]
         told += engine.log_probs(work, routes=[(each + 1) % moe.num_experts for each in routes])
     result = engine.train_step(work, policy_loss, lr=1e-2)
-    return told, result.loss, result.grad_norm, clone_tensors(engine._state.checkpoint_tensors())
+    return told, result.loss, result.grad_norm, copy_sharded_tensors_to_host(engine._state.checkpoint_tensors())
 
 
 def against_one_process(cases: Sequence[LayoutCase]) -> list[str]:

@@ -65,7 +65,7 @@ from mega_trainer.parallel.parameter_shards import ParamGroupKey
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, FlatParameterBuffer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import train_step
-from mega_trainer.verify.case_comparison import RankFindings, compare_outcomes, list_boxes
+from mega_trainer.verify.case_comparison import RankFindings, compare_outcomes, list_held_tensor_slices
 from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_groups
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, STEPS, LayoutCase
 from mega_trainer.verify.restore_comparison import RestoreFindings, restore_in_other_layouts
@@ -571,12 +571,12 @@ def _tokens_in_order_of_ranks() -> AbstractContextManager[Any]:
 
 
 def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = context_parallel.AllToAllAttention.compute_attention
+    real = context_parallel.UlyssesAttention.compute_attention
 
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         return real(self, q, k, v, how, see, lambda q, k, v, how, first: whole(q, k, v, how, 0))
 
-    return swap(context_parallel.AllToAllAttention, "compute_attention", attention)
+    return swap(context_parallel.UlyssesAttention, "compute_attention", attention)
 
 
 def _blocks_without_sinks() -> AbstractContextManager[Any]:
@@ -589,7 +589,7 @@ def _blocks_without_sinks() -> AbstractContextManager[Any]:
 
 
 def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = context_parallel.AllToAllAttention.compute_attention
+    real = context_parallel.UlyssesAttention.compute_attention
 
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         def swapped(q: Tensor, k: Tensor, v: Tensor, mine: Any, first: int) -> Tensor:
@@ -597,7 +597,7 @@ def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
 
         return real(self, q, k, v, how, see, swapped)
 
-    return swap(context_parallel.AllToAllAttention, "compute_attention", attention)
+    return swap(context_parallel.UlyssesAttention, "compute_attention", attention)
 
 
 def _positions_from_zero() -> AbstractContextManager[Any]:
@@ -667,7 +667,7 @@ MUTATIONS = [
     Mutation(
         "head: gradient of the hidden state not summed",
         TP,
-        lambda: swap(output_heads, "gather_sequence", lambda x, g, sp: x),
+        lambda: swap(output_heads, "gather_from_sequence_parallel_region", lambda x, g, sp: x),
     ),
     Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
     Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
@@ -739,7 +739,7 @@ MUTATIONS = [
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(latent_attention, "gather_sequence", lambda x, g, sp: x),
+        lambda: swap(latent_attention, "gather_from_sequence_parallel_region", lambda x, g, sp: x),
     ),
     Mutation(
         "sparse attention: scores of this rank's index heads alone",
@@ -759,7 +759,9 @@ MUTATIONS = [
     Mutation(
         "sparse attention: masks of the first tokens on every context rank",
         INDEXED_CP,
-        lambda: swap(sparse_attention, "rank_token_indices", lambda length, group: torch.arange(length // group.size)),
+        lambda: swap(
+            sparse_attention, "get_context_rank_token_indices", lambda length, group: torch.arange(length // group.size)
+        ),
     ),
     Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
     Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
@@ -831,5 +833,5 @@ def mutated() -> list[tuple[RankFindings | None, RankFindings | None]]:
 def _find(one: LayoutCase, rank: int, maker: Any, reference: Any) -> RankFindings:
     mine = CaseTrainer.build(one, rank, maker).run()
     shapes = {name: tuple(held.shape) for name, held in reference.tensors.items()}
-    held = {name: boxes for name, boxes in list_boxes(mine).items() if name in shapes}
+    held = {name: boxes for name, boxes in list_held_tensor_slices(mine).items() if name in shapes}
     return RankFindings(compare_outcomes(mine, reference), held, shapes)

@@ -60,7 +60,7 @@ def _without_sync(part: str) -> Patch:
 def _decay_across_documents() -> AbstractContextManager[Any]:
     return swap(
         SequenceChunks,
-        "started_before",
+        "document_started_before_chunk",
         property(lambda self: None if self.chunk_document_starts is None else self.chunk_document_starts < self.size),
     )
 
@@ -150,7 +150,7 @@ def _weaker_on_one_rank() -> AbstractContextManager[Any]:
 
 def _latents_without_sum() -> AbstractContextManager[Any]:
     """The gradient of the gates' latents is of this rank's heads alone."""
-    return swap(kimi_delta_attention, "gather_sequence", lambda x, group, sp: x)
+    return swap(kimi_delta_attention, "gather_from_sequence_parallel_region", lambda x, group, sp: x)
 
 
 def _fixed_decays_of_the_first_rank() -> AbstractContextManager[Any]:

@@ -84,25 +84,25 @@ def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
 
 
 def _table_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = encoder_decoder.build_bias_table
+    real = encoder_decoder.build_relative_position_bias_table
 
     def table(build: LayerBuilder, name: str) -> Any:
         groups = replace(build.groups, tp=replace(build.groups.tp, rank=0))
         return real(replace(build, groups=groups), name)
 
-    return swap(encoder_decoder, "build_bias_table", table)
+    return swap(encoder_decoder, "build_relative_position_bias_table", table)
 
 
 def _gathered_without_sum() -> AbstractContextManager[Any]:
     """The gradient of gathered keys is that of this rank's queries alone."""
-    real = cross_attention.gather_sequence
+    real = cross_attention.gather_from_sequence_parallel_region
 
     def gathered(x: Tensor, group: Any, *, sp: bool) -> Tensor:
         parts = list(real(x.detach(), group, sp=sp).chunk(group.size, 1))
         parts[group.rank] = x
         return torch.cat(parts, 1)
 
-    return swap(cross_attention, "gather_sequence", gathered)
+    return swap(cross_attention, "gather_from_sequence_parallel_region", gathered)
 
 
 def _norm_without_sync() -> AbstractContextManager[Any]:
@@ -118,7 +118,7 @@ def _norm_without_sync() -> AbstractContextManager[Any]:
 SOURCES: list[tuple[str, LayoutCase, Patch]] = [
     (
         "encoder-decoder: gradient of the tables in the second stage lost",
-        PP, _without_gradient("split_contexts"),
+        PP, _without_gradient("split_encoder_decoder_contexts"),
     ),
     (
         "encoder-decoder: gradient of what the encoder made lost in the second stage",

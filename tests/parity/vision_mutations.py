@@ -108,7 +108,7 @@ def _by_lines(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
     return np.sort(order), lengths
 
 
-windows_of = native_resolution.order_by_windows
+windows_of = native_resolution.order_features_by_windows
 
 
 def _without_shares(self: ImagePartition) -> Tensor:
@@ -131,7 +131,7 @@ def _images_of_the_first_rank(self: ModuleImagePartition) -> Any:
     return _of_rank(replace(self, rank=0))
 
 
-_of_rank = ModuleImagePartition.rank_inputs
+_of_rank = ModuleImagePartition.module_inputs_of_rank
 
 
 VISIONS: list[tuple[str, LayoutCase, Patch]] = [
@@ -139,7 +139,7 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
     (
         "vision: every rank encodes a module's images of the first one",
         MODULE,
-        lambda: swap(ModuleImagePartition, "rank_inputs", _images_of_the_first_rank),
+        lambda: swap(ModuleImagePartition, "module_inputs_of_rank", _images_of_the_first_rank),
     ),
     ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "select_rank_images", _one_dealt_twice)),
     (
@@ -162,7 +162,7 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
     (
         "vision: windows of features line by line",
         SHAPES,
-        lambda: swap(native_resolution, "order_by_windows", _by_lines),
+        lambda: swap(native_resolution, "order_features_by_windows", _by_lines),
     ),
     (
         "vision: every layer sees the whole image",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
+from mega_ckpt.derive_checkpoint import average_checkpoints, copy_checkpoint_without_training_state
 from mega_ckpt.source import open_weight_source, open_weights_with_adapter
 from mega_ckpt.store import Checkpoint, latest_checkpoint, parse_location
 from mega_common.errors import CheckpointError, ConfigError
@@ -27,7 +27,7 @@ from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
+from mega_trainer.run.training_run import build_training_state_and_executor, initialize_training_state, run_training
 from mega_trainer.verify.case_comparison import assemble_tensor
 from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) ->
     with pytest.raises(ConfigError, match=r"lora\.rank: 3 -> 4"):
         trained({**raw, "train": {"steps": 2}, "lora": {**raw["lora"], "rank": 4}})
     with pytest.raises(CheckpointError, match="must be the checkpoint of a full model, not of an adapter"):
-        prune_checkpoint(raw["output"], f"{raw['output']}-pruned")
+        copy_checkpoint_without_training_state(raw["output"], f"{raw['output']}-pruned")
 
 
 def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings, tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings,
 def first_step(raw: dict[str, Any]) -> tuple[StepBatch, StepResult, ShardedOptimizer]:
     """A step of a run with two samples, whose weights stay, and what has its gradients."""
     config = RunConfig.parse({**raw, "batch": {"micro": 2, "global": 2}})
-    state, executor = assemble_training(config, ParallelGroups(), torch.device("cpu"))
-    initialize_state(state, None, ParallelGroups().world, None)
+    state, executor = build_training_state_and_executor(config, ParallelGroups(), torch.device("cpu"))
+    initialize_training_state(state, None, ParallelGroups().world, None)
     batch = make_synthetic_batch(config, 0, 0, 1, closed=False)
     batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
     micro = list(split_micro_batches(batch, config, torch.device("cpu")))

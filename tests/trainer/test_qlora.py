@@ -19,8 +19,8 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.parallel.parameter_info import get_quantized_weight
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
-from mega_trainer.run.train_state import TrainState, collect_weights
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.train_state import TrainState, collect_stage_weights
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 Settings = Callable[..., dict[str, Any]]
@@ -43,13 +43,13 @@ def tuning(settings: Settings, tmp_path: Path) -> Settings:
 
 
 def assembled(raw: dict[str, Any]) -> TrainState:
-    return assemble_training(RunConfig.parse(raw), ParallelGroups(), torch.device("cpu"))[0]
+    return build_training_state_and_executor(RunConfig.parse(raw), ParallelGroups(), torch.device("cpu"))[0]
 
 
 def test_it_trains_as_beside_the_numbers_that_the_bits_stand_for(tuning: Settings, tmp_path: Path) -> None:
     """Every projection is in 4 bits, embedding, head and norms are as they were."""
     packed = trained(tuning(train={"steps": 3}))
-    base, numbers = open_weight_source(tmp_path / "base"), collect_weights(packed.stages)
+    base, numbers = open_weight_source(tmp_path / "base"), collect_stage_weights(packed.stages)
     changed = {
         name for name in base.tensor_names() if not torch.equal(numbers[name].boxes[0].tensor, base.read_tensor(name))
     }

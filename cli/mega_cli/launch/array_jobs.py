@@ -64,7 +64,7 @@ def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     task = "\n".join(["", *plan.prologue, parts.job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
-    options, before = plan.container.build_container_launch_words() if plan.container else ([], [])
+    options, before = plan.container.build_srun_container_arguments() if plan.container else ([], [])
     step = ['srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"', *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
     return f"""#!/bin/bash

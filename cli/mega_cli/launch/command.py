@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slurm_array_script
-from mega_cli.launch.kubernetes import PodPlan, build_training_job_manifests
-from mega_cli.launch.kubernetes_serving import ServingPlan, parse_serve_options, serving_manifests
+from mega_cli.launch.kubernetes import KubernetesTrainingJobPlan, build_training_job_manifests
+from mega_cli.launch.kubernetes_serving import KubernetesServerPlan, parse_serve_options, serving_manifests
 from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
 from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
 from mega_cli.workflow_config import reject_workflow_as_run_yaml
@@ -221,7 +221,7 @@ def kubernetes_command(
         most = nodes if max_nodes is None else max_nodes
         if most < nodes:
             raise ConfigError(f"--max-nodes {most} must be at least --nodes {nodes}", hint=f"--max-nodes {nodes}")
-        serving = ServingPlan(
+        serving = KubernetesServerPlan(
             job, str(run), nodes, most, gpus_per_node, image, volume, shared_memory, words, batch_size, drain
         )
         _write(serving_manifests(serving), output)
@@ -233,7 +233,7 @@ def kubernetes_command(
     if stage is not None:
         _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
         return
-    plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
+    plan = KubernetesTrainingJobPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
     _write(build_training_job_manifests(plan, run.read_text(encoding="utf-8")), output)
 
 

@@ -26,7 +26,7 @@ NODES = "nodes"  # of a JobSet
 
 
 @dataclass(frozen=True)
-class PodPlan:
+class KubernetesTrainingJobPlan:
     """Kubernetes training job of `nodes` pods with `gpus` ranks each.
     `overrides` are the `--set` options of `mega train`.
     """
@@ -46,7 +46,7 @@ class PodPlan:
         return f"{self.job}-{NODES}-0-0.{self.job}" if self.jobset else f"{self.job}-0.{self.job}"
 
 
-def build_training_job_manifests(plan: PodPlan, config: str) -> str:
+def build_training_job_manifests(plan: KubernetesTrainingJobPlan, config: str) -> str:
     """Return the Kubernetes manifests of a training job as YAML documents.
     They are a ConfigMap, a Service and a Job, or a JobSet. `config` is the text of run.yaml.
     """
@@ -85,7 +85,7 @@ _ManifestDumper.add_representer(
 )
 
 
-def _job_spec(plan: PodPlan) -> dict[str, Any]:
+def _job_spec(plan: KubernetesTrainingJobPlan) -> dict[str, Any]:
     return {
         "completionMode": "Indexed", "completions": plan.nodes, "parallelism": plan.nodes,
         "backoffLimit": 10 * plan.nodes,
@@ -100,7 +100,7 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _job_set(plan: PodPlan, metadata: dict[str, Any]) -> dict[str, Any]:
+def _job_set(plan: KubernetesTrainingJobPlan, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return a JobSet, which restarts all pods when pods were replaced too often, but not after a user error."""
     user_error = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
@@ -115,7 +115,7 @@ def _codes(*values: int) -> dict[str, Any]:
     return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
 
-def _pod_spec(plan: PodPlan) -> dict[str, Any]:
+def _pod_spec(plan: KubernetesTrainingJobPlan) -> dict[str, Any]:
     """Return the pod of one machine. When another machine's pod is lost, its agent restarts its ranks, which resume
     from the last save.
     """

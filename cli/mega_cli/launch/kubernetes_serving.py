@@ -22,7 +22,7 @@ OWNED = ("host", "port", "replicas", "tp", "api_key", "api_key_file")  # options
 
 
 @dataclass(frozen=True)
-class ServingPlan:
+class KubernetesServerPlan:
     """Server of a model on Kubernetes.
 
     Attributes:
@@ -76,7 +76,7 @@ def parse_serve_options(model: str, text: str) -> tuple[list[str], int, float]:
     return words, int(context.params["batch_size"]), float(context.params["drain"])
 
 
-def serving_manifests(plan: ServingPlan) -> str:
+def serving_manifests(plan: KubernetesServerPlan) -> str:
     """Return the Kubernetes manifests of a server as YAML documents.
 
     The PodMonitor requires the Prometheus operator, and the autoscaler an adapter that offers Prometheus's metrics of pods as
@@ -104,7 +104,7 @@ def serving_manifests(plan: ServingPlan) -> str:
     ])  # fmt: skip
 
 
-def _autoscaler_spec(plan: ServingPlan) -> dict[str, Any]:
+def _autoscaler_spec(plan: KubernetesServerPlan) -> dict[str, Any]:
     """Return the autoscaler: more pods when requests wait or batches are nearly full, fewer after ten quiet minutes."""
     targets = {WAITING: "1", RUNNING: str(max(1, int(FULL * plan.batch_size)))}
     return {
@@ -119,7 +119,7 @@ def _autoscaler_spec(plan: ServingPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pod_spec(plan: ServingPlan) -> dict[str, Any]:
+def _pod_spec(plan: KubernetesServerPlan) -> dict[str, Any]:
     """Return the pod of one server."""
     command = ["mega", "serve", plan.model, "--name", plan.name, "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--tp", str(plan.gpus)] if plan.gpus > 1 else []

@@ -32,7 +32,7 @@ class ContainerImage:
     image: str
     mounts: Sequence[str]
 
-    def build_container_launch_words(self) -> tuple[list[str], list[str]]:
+    def build_srun_container_arguments(self) -> tuple[list[str], list[str]]:
         """Return the options for srun, and words that run the command in the container.
         The words are put before the command. Both parts are shell code that the script expands.
         """
@@ -68,7 +68,7 @@ def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: str, ar
         plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", train=train,
     )  # fmt: skip
     task = "\n".join(["", *plan.prologue, agent, ""])
-    options, before = plan.container.build_container_launch_words() if plan.container else ([], [])
+    options, before = plan.container.build_srun_container_arguments() if plan.container else ([], [])
     # srun gives a task one core by default; when one machine exits, the others get time to save.
     step = ['srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', f"--kill-on-bad-exit=0 --wait={SAVE_SECONDS}", *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]

@@ -14,7 +14,7 @@ from mega_common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ValueGrammar:
+class OptionValuePattern:
     """Regular expression that an option's whole value must match, a description of valid values, and an example."""
 
     pattern: str
@@ -28,36 +28,36 @@ _IMAGE_HOST = r"([a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?(:[0-9]{1,5})?/)?"
 _IMAGE_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
 _DIGEST = r"[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-fA-F]{32,}"
 
-TEXT = ValueGrammar(
+TEXT = OptionValuePattern(
     r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "one line without control characters", "train.steps=7", 1 << 16
 )
-PATH = ValueGrammar(
+PATH = OptionValuePattern(
     r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029][^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "a path", "configs/run.yaml"
 )
 SLURM = {
-    "name": ValueGrammar(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
-    "time": ValueGrammar(
+    "name": OptionValuePattern(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
+    "time": OptionValuePattern(
         r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", "a Slurm time limit", "1-12:00:00", 32
     ),
-    "partition": ValueGrammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "comma-separated partition names", "gpu"),
-    "account": ValueGrammar(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
-    "mem": ValueGrammar(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
-    "prologue": ValueGrammar(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
+    "partition": OptionValuePattern(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "comma-separated partition names", "gpu"),
+    "account": OptionValuePattern(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
+    "mem": OptionValuePattern(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
+    "prologue": OptionValuePattern(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
     "container": PATH,
-    "mount": ValueGrammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO without commas", "/data:/data"),
+    "mount": OptionValuePattern(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO without commas", "/data:/data"),
     "python": PATH,
 }  # fmt: skip
 KUBERNETES = {
-    "image": ValueGrammar(
+    "image": OptionValuePattern(
         rf"{_IMAGE_HOST}{_IMAGE_PART}(/{_IMAGE_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@{_DIGEST})?",
         "the name of a container image", "registry.example/mega-trainer:1", 512,
     ),
-    "volume": ValueGrammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
-    "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a Kubernetes quantity", "16Gi", 32),
+    "volume": OptionValuePattern(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
+    "shared-memory": OptionValuePattern(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a Kubernetes quantity", "16Gi", 32),
 }  # fmt: skip
 
 
-def check_option_value(option: str, value: str | None, grammar: ValueGrammar) -> None:
+def check_option_value(option: str, value: str | None, grammar: OptionValuePattern) -> None:
     """Check that the value of a launch option matches its grammar.
     Raises ConfigError if not. None, an option that is not given, passes.
 
@@ -73,7 +73,7 @@ def check_option_value(option: str, value: str | None, grammar: ValueGrammar) ->
         )
 
 
-def check_option_values(option: str, values: Iterable[str], grammar: ValueGrammar) -> None:
+def check_option_values(option: str, values: Iterable[str], grammar: OptionValuePattern) -> None:
     """Raise ConfigError if a value of a repeatable option does not match its grammar.
 
     Raises:

@@ -14,7 +14,7 @@ Values that only a running shell has stay in a `shell_words.ShellWord` as a mark
 `forks.csv` the table of flags added by forks, and `handling.yaml` has the notes on flags without a key in run.yaml.
 """
 
-from mega_cli.megatron_args.run_draft import FlagNote
+from mega_cli.megatron_args.run_draft import FlagTranslationNote
 from mega_cli.megatron_args.translate import RunYamlTranslation, render_run_yaml, translate_launch_script
 
-__all__ = ["FlagNote", "RunYamlTranslation", "render_run_yaml", "translate_launch_script"]
+__all__ = ["FlagTranslationNote", "RunYamlTranslation", "render_run_yaml", "translate_launch_script"]

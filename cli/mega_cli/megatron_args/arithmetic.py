@@ -39,7 +39,7 @@ DEPTH = 50
 LONGEST = 100_000  # entries of a pattern of layers
 
 
-class VariableScope(Protocol):
+class ShellVariableScope(Protocol):
     """Interface by which shell arithmetic reads and sets a script's variables; None is an unknown value."""
 
     def read_number(self, name: str) -> str | None:
@@ -49,7 +49,7 @@ class VariableScope(Protocol):
         """Set a shell variable to the result of an arithmetic assignment; None marks its value as unknown."""
 
 
-def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
+def evaluate_bash_arithmetic(expression: str, scope: ShellVariableScope | None = None, depth: int = 0) -> int | None:
     """Return the value of a bash arithmetic expression, or None if it is unknown or invalid.
     Its variables are read and set by `scope`. None stands for an unset variable, a division by zero or text that is not
     an expression.
@@ -64,7 +64,7 @@ def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, dep
 class _ArithmeticParser:
     """Precedence climbing over the tokens of an expression."""
 
-    def __init__(self, expression: str, scope: VariableScope | None, depth: int) -> None:
+    def __init__(self, expression: str, scope: ShellVariableScope | None, depth: int) -> None:
         if depth > DEPTH:
             raise ValueError("a variable refers to itself")
         self.scope, self.depth, self.skipping = scope, depth, False
@@ -154,7 +154,7 @@ class _ArithmeticParser:
     def _evaluate_variable(self, name: str, text: str | None) -> int:
         if self.skipping:
             return 0
-        value = None if text is None else evaluate_arithmetic(text, self.scope, self.depth + 1)
+        value = None if text is None else evaluate_bash_arithmetic(text, self.scope, self.depth + 1)
         if value is None:
             raise KeyError(name)
         return value
@@ -185,7 +185,7 @@ def _number(text: str) -> int:
     return int(text, 16) if text[:2].lower() == "0x" else int(text)
 
 
-def parse_layer_pattern(text: str) -> int | list[int] | None:
+def parse_megatron_layer_freq(text: str) -> int | list[int] | None:
     """Parse the value of a Megatron flag for a layer pattern.
     It is a number n (every n-th layer), or a list such as `[0]*3+[1]*58`. Returns None for anything else.
     """
@@ -215,7 +215,7 @@ def _repeated(items: list[int], count: int) -> list[int]:
 
 
 def _whole(node: ast.expr) -> int:
-    value = evaluate_arithmetic(ast.unparse(node))
+    value = evaluate_bash_arithmetic(ast.unparse(node))
     if value is None:
         raise ValueError("not an integer expression")
     return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import format_unknown_marks
+from mega_cli.megatron_args.run_draft import RunYamlDraft
+from mega_cli.megatron_args.shell_words import format_unknown_placeholders
 from mega_cli.megatron_args.training_sections import ranks_per_model
 from mega_trainer.config.batch_size import BatchConfig
 
@@ -13,7 +13,7 @@ RAMPUP, STEPWISE = "rampup_batch_size", "step_batch_size_schedule"
 POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def translate_batch_flags(draft: RunDraft) -> None:
+def translate_batch_flags(draft: RunYamlDraft) -> None:
     """Add the `batch` section of a run.yaml to `draft`.
     It is translated from batch-size flags of Megatron-LM and DeepSpeed's configuration file.
     """
@@ -36,11 +36,11 @@ def translate_batch_flags(draft: RunDraft) -> None:
     return None
 
 
-def _write_stepwise_batch(draft: RunDraft) -> None:
+def _write_stepwise_batch(draft: RunYamlDraft) -> None:
     """Write the sizes of `--step-batch-size-schedule`, whose thresholds are tokens: "0:768 250B:1536"."""
     given = draft.arguments.given[STEPWISE]
     length = draft["seq_length"] or draft["encoder_seq_length"]
-    if given.unset_parameters or not length:
+    if given.unset_shell_variables or not length:
         draft.set_key(
             "batch.global", None, STEPWISE, ask="the last size of the schedule, with batch.stages for those before"
         )
@@ -84,23 +84,23 @@ def _parse_suffixed_number(text: str) -> int:
     return int(float(text[:-1] if power > 1 else text) * power)
 
 
-def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
+def _batch_size(draft: RunYamlDraft, key: str, path: str, dest: str) -> None:
     """Write a batch size: the flags' value, by which Megatron reads data, else the value of DeepSpeed's file."""
     filed, given = draft.deepspeed_file.get_integer(path), draft[dest]
-    if filed is not None and (dest not in draft or draft.is_unknown(dest)):
-        return draft.set_key_from_file(key, path, filed, dest, flags=filed)
+    if filed is not None and (dest not in draft or draft.is_megatron_setting_unknown(dest)):
+        return draft.set_key_from_deepspeed_file(key, path, filed, dest, flags=filed)
     draft.set_key(key, given, dest)
     if filed is not None and filed != given:
         draft.add_note("open", f"{path} of {draft.deepspeed_file.name} is {filed}, and the flags say {given}", key=key)
     return None
 
 
-def translate_train_flags(draft: RunDraft) -> None:
+def translate_train_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `train` section of a run.yaml (steps, evaluation, seed, exit), from Megatron-LM flags."""
     put = draft.set_key
     steps, formula = _last_step(draft), format_training_length_formula(draft, "train_tokens", "train_samples")
     put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
-    evaluates = draft.is_enabled("eval_interval") and draft.is_enabled("eval_iters")
+    evaluates = draft.is_megatron_setting_enabled("eval_interval") and draft.is_megatron_setting_enabled("eval_iters")
     every = draft["eval_interval"] if evaluates else 0
     put("train.eval_every", every, "eval_interval", *([] if evaluates else ["eval_iters"]))
     if evaluates and draft["eval_iters"] == -1:
@@ -110,11 +110,11 @@ def translate_train_flags(draft: RunDraft) -> None:
         put("train.eval_steps", draft["eval_iters"], "eval_iters")
     put("train.seed", draft["seed"], "seed")
     for key, dest in (("exit_after_minutes", "exit_duration_in_mins"), ("exit_interval", "exit_interval")):
-        if draft.is_enabled(dest):
+        if draft.is_megatron_setting_enabled(dest):
             put(f"train.{key}", draft[dest], dest)
 
 
-def _last_step(draft: RunDraft) -> int | None:
+def _last_step(draft: RunYamlDraft) -> int | None:
     """Return the last step: after --train-iters or --train-samples, or earlier when the number of tokens is reached."""
     samples: int | None = draft["train_samples"]
     steps: int | None = draft["train_iters"] or convert_sample_count_to_steps(draft, samples)
@@ -124,7 +124,7 @@ def _last_step(draft: RunDraft) -> int | None:
     return min(enough, steps) if enough and steps else enough
 
 
-def convert_token_count_to_samples(draft: RunDraft, dest: str) -> int | None:
+def convert_token_count_to_samples(draft: RunYamlDraft, dest: str) -> int | None:
     """Convert the number of tokens in a Megatron setting to samples of data.seq_length tokens, rounded up.
     The setting is `dest`. Returns None if the number or the length is unknown.
     """
@@ -132,7 +132,7 @@ def convert_token_count_to_samples(draft: RunDraft, dest: str) -> int | None:
     return -(-tokens // length) if tokens and length else None
 
 
-def convert_sample_count_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
+def convert_sample_count_to_steps(draft: RunYamlDraft, samples: int | None, *, up: bool = False) -> int | None:
     """Return the number of whole optimizer steps in a number of samples, rounded up with `up`.
     The batch sizes are those translated so far. Returns None if `samples` or a batch size is unknown.
     """
@@ -148,7 +148,7 @@ def convert_sample_count_to_steps(draft: RunDraft, samples: int | None, *, up: b
     return steps + 1 if up and batch.samples_after_steps(steps) < samples else steps
 
 
-def format_training_length_formula(draft: RunDraft, *dests: str, steps: bool = True) -> str:
+def format_training_length_formula(draft: RunYamlDraft, *dests: str, steps: bool = True) -> str:
     """Return a formula such as `$SAMPLES / batch.global` for a training length through an unset variable.
     The launch script gives the length in samples or tokens. The result is empty if none of the flags `dests` is given.
     """
@@ -157,7 +157,7 @@ def format_training_length_formula(draft: RunDraft, *dests: str, steps: bool = T
         if given is not None and given.values:
             per = " / data.seq_length" if dest.endswith("tokens") else ""
             return (
-                format_unknown_marks(given.values[0])
+                format_unknown_placeholders(given.values[0])
                 + per
                 + (" / batch.global" if steps and not dest.endswith("iters") else "")
             )
@@ -171,11 +171,11 @@ DECAY = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 COOLDOWN = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
-def translate_lr_schedule_flags(draft: RunDraft) -> None:
+def translate_lr_schedule_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `lr_schedule` section of a run.yaml, from Megatron-LM flags."""
     put, steps = draft.set_key, draft.run["train"]["steps"]
     name = SCHEDULES.get(draft["lr_decay_style"])
-    if name == "wsd" and any(draft.get_setting(dest, None) == 0 for dest in COOLDOWN):
+    if name == "wsd" and any(draft.get_megatron_setting(dest, None) == 0 for dest in COOLDOWN):
         name = "constant"  # WSD without a cooldown
     put("lr_schedule.name", name, "lr_decay_style", *(COOLDOWN if name == "constant" else ()))
     given = any(dest in draft for dest in DECAY)
@@ -183,7 +183,7 @@ def translate_lr_schedule_flags(draft: RunDraft) -> None:
     _warmup(draft, decay)
     put("lr_schedule.min_lr", draft["min_lr"], "min_lr")
     for key, dest in (("warmup_init", "lr_warmup_init"), ("decoupled_min_lr", "decoupled_min_lr")):
-        if draft.is_enabled(dest):
+        if draft.is_megatron_setting_enabled(dest):
             put(f"lr_schedule.{key}", draft[dest], dest)
     if given:
         _length(draft, "decay_steps", decay, DECAY)
@@ -196,25 +196,25 @@ def translate_lr_schedule_flags(draft: RunDraft) -> None:
         draft.add_note("changes meaning", text, "lr_decay_style")
 
 
-def _length(draft: RunDraft, key: str, steps: int | None, dests: tuple[str, ...]) -> None:
+def _length(draft: RunYamlDraft, key: str, steps: int | None, dests: tuple[str, ...]) -> None:
     formula = format_training_length_formula(draft, *dests)
     ask = f"{formula}, which the script does not set" if formula else "not in the script"
     draft.set_key(f"lr_schedule.{key}", steps, *dests, ask=ask, instead=formula)
 
 
-def _warmup(draft: RunDraft, decay: int | None) -> None:
+def _warmup(draft: RunYamlDraft, decay: int | None) -> None:
     put, tokens = draft.set_key, "lr_warmup_tokens"
     if "lr_warmup_fraction" in draft:
         return _warmup_fraction(draft, draft["lr_warmup_fraction"], decay)
     if tokens in draft:
         formula = format_training_length_formula(draft, tokens, steps=False)
         return put("lr_schedule.warmup_samples", convert_token_count_to_samples(draft, tokens), tokens, instead=formula)
-    if draft.is_enabled("lr_warmup_samples"):
+    if draft.is_megatron_setting_enabled("lr_warmup_samples"):
         return put("lr_schedule.warmup_samples", draft["lr_warmup_samples"], "lr_warmup_samples")
     return put("lr_schedule.warmup_steps", draft["lr_warmup_iters"], "lr_warmup_iters", "lr_warmup_samples")
 
 
-def _warmup_fraction(draft: RunDraft, share: float | None, decay: int | None) -> None:
+def _warmup_fraction(draft: RunYamlDraft, share: float | None, decay: int | None) -> None:
     """Write a warm-up that is a fraction of the decay."""
     batch = draft.run["batch"]["global"]
     length = convert_token_count_to_samples(draft, DECAY[2]) or draft[DECAY[1]] or draft["train_samples"]
@@ -228,7 +228,7 @@ def _warmup_fraction(draft: RunDraft, share: float | None, decay: int | None) ->
     return draft.set_key("lr_schedule.warmup_samples", samples, "lr_warmup_fraction")
 
 
-def _cooldown(draft: RunDraft) -> int | None:
+def _cooldown(draft: RunYamlDraft) -> int | None:
     """Write the cooldown steps before the end, all with the full batch."""
     steps: int | None = draft[COOLDOWN[0]]
     count: int | None = draft[COOLDOWN[1]]
@@ -240,7 +240,7 @@ def _cooldown(draft: RunDraft) -> int | None:
     return max(1, round(count / batch))
 
 
-def _length_in_steps(draft: RunDraft, iters: str, samples: str, tokens: str) -> int | None:
+def _length_in_steps(draft: RunYamlDraft, iters: str, samples: str, tokens: str) -> int | None:
     """Return a length given in steps, samples or tokens as steps, or None without one or with an unknown batch."""
     steps: int | None = draft[iters]
     dest = tokens if tokens in draft else samples

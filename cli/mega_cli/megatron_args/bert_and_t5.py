@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.run_draft import RunYamlDraft
 from mega_cli.megatron_args.training_command import BERT, T5
 
 
-def translate_bert_flags(draft: RunDraft) -> None:
+def translate_bert_flags(draft: RunYamlDraft) -> None:
     """Add the keys of a run.yaml that only an encoder has to `draft`, for `pretrain_bert.py`.
     They are keys of `model` and `data`. Nothing is added for another script.
     """
@@ -24,12 +24,12 @@ def translate_bert_flags(draft: RunDraft) -> None:
     put("data.bert.short_probability", draft["short_seq_prob"], "short_seq_prob")
 
 
-def is_t5_script(draft: RunDraft) -> bool:
+def is_t5_script(draft: RunYamlDraft) -> bool:
     """Return whether the launch script trains T5, which is decided by the name of its program, `pretrain_t5.py`."""
     return draft.program == T5
 
 
-def count_t5_layers(draft: RunDraft) -> int | None:
+def count_t5_layers(draft: RunYamlDraft) -> int | None:
     """Return the total layers of T5's encoder and decoder by Megatron's flags; None if a number is unknown.
     Each has `--num-layers` layers, unless one has its own flag.
     """
@@ -38,7 +38,7 @@ def count_t5_layers(draft: RunDraft) -> int | None:
     return encoder + decoder if encoder and decoder else None
 
 
-def translate_t5_flags(draft: RunDraft) -> None:
+def translate_t5_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the keys of `model` and `data` of a run.yaml that only an encoder-decoder model (T5) has."""
     put, tied = draft.set_key, not draft["untie_embeddings_and_output_weights"]
     flags = ("encoder_num_layers", "decoder_num_layers")

@@ -33,7 +33,9 @@ class _BraceGroup:
         return parts
 
 
-def expand_braces(pieces: Sequence[WordPiece | None], spend: Callable[[int], None]) -> list[list[WordPiece | None]]:
+def expand_shell_braces(
+    pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
+) -> list[list[WordPiece | None]]:
     """Return the words that brace expansion, `a{b,c}{1..3}`, makes of one shell word.
     The word is given as its quoted and unquoted pieces; only unquoted text is expanded. `spend` is called with the
     number of characters before they are created.

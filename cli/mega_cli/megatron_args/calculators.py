@@ -20,7 +20,7 @@ PRECISION = 200  # digits of an intermediate result
 LINE = 60  # digits that `bc` prints on one line
 
 
-def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
+def simulate_expr_command(arguments: Sequence[str], _: str | None) -> str | None:
     """Return the output of the shell command `expr` with these arguments.
     The result is None if they are not an expression of whole numbers.
     """
@@ -30,7 +30,7 @@ def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
     return f"{_evaluate_expression(text, _Decimals(0))}\n"
 
 
-def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
+def simulate_bc_command(arguments: Sequence[str], entered: str | None) -> str | None:
     """Return the output of the shell command `bc` for its standard input `entered`.
     It is supported for numeric expressions and assignments of `scale`; the result is None for other input.
     """
@@ -53,7 +53,7 @@ def _format_as_bc(value: Number) -> str:
     return "0" if not value else text
 
 
-def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
+def simulate_seq_command(arguments: Sequence[str], _: str | None) -> str | None:
     """Return the output of the shell command `seq` for whole numbers, or None for other arguments."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
@@ -74,7 +74,7 @@ def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
     return separator.join(f"{number:0{width}d}" if padded else str(number) for number in found) + "\n" if found else ""
 
 
-def evaluate_awk(expression: str) -> str:
+def evaluate_awk_expression(expression: str) -> str:
     """Return the value of a numeric expression, formatted as `print` of awk does.
 
     Raises:

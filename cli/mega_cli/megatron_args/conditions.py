@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mega_cli.megatron_args.shell_patterns import matches_pattern, search_extended_regex
+from mega_cli.megatron_args.shell_patterns import matches_shell_pattern, search_extended_regex
 from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
 
 KnownTruth = bool | None  # None: unknown
@@ -20,7 +20,7 @@ LONGEST_CONDITION = 1000  # words
 SIGNS = frozenset({"=", "==", "!=", "=~", "<", ">", *NUMERIC})
 
 
-class ConditionOperand(NamedTuple):
+class ShellConditionOperand(NamedTuple):
     """Word of a shell condition: its text, and its form as a shell pattern."""
 
     text: str
@@ -44,7 +44,7 @@ def three_valued_or(left: KnownTruth, right: KnownTruth) -> KnownTruth:
     return three_valued_not(three_valued_and(three_valued_not(left), three_valued_not(right)))
 
 
-class ConditionEvaluator:
+class ShellConditionEvaluator:
     """Evaluator of a shell condition, `[ ... ]` or `[[ ... ]]`, given as words.
 
     `value` returns the text of a word in a comparison: empty for an unset variable, None if unknown. `number` evaluates
@@ -52,7 +52,10 @@ class ConditionEvaluator:
     """
 
     def __init__(
-        self, words: Sequence[ConditionOperand], value: Callable[[str], str | None], number: Callable[[str], int | None]
+        self,
+        words: Sequence[ShellConditionOperand],
+        value: Callable[[str], str | None],
+        number: Callable[[str], int | None],
     ) -> None:
         self.words, self.value, self.number = list(words), value, number
 
@@ -101,7 +104,7 @@ class ConditionEvaluator:
             return None
         return self._present(self.words.pop(0).text) if self.words else None
 
-    def _compared(self, left: ConditionOperand, sign: str, right: ConditionOperand) -> KnownTruth:
+    def _compared(self, left: ShellConditionOperand, sign: str, right: ShellConditionOperand) -> KnownTruth:
         if sign in NUMERIC:
             numbers = [self._whole(left.text), self._whole(right.text)]
             if None in numbers:
@@ -114,7 +117,7 @@ class ConditionEvaluator:
             return text < other if sign == "<" else text > other
         if sign == "=~":
             return None if re.search(r"\$[\w{(]", right.pattern) else search_extended_regex(right.pattern, text)
-        same = matches_pattern(text, right.pattern if other else "")
+        same = matches_shell_pattern(text, right.pattern if other else "")
         return three_valued_not(same) if sign == "!=" else same
 
     def _whole(self, text: str) -> int | None:

@@ -11,9 +11,9 @@ from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth, three_valued_not
 from mega_cli.megatron_args.script_state import ShellControlFlowException, ShellInterpreter
-from mega_cli.megatron_args.shell_patterns import matches_pattern
-from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks, make_unknown_mark
-from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branches, node_text
+from mega_cli.megatron_args.shell_patterns import matches_shell_pattern
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_placeholders, make_unknown_placeholder
+from mega_cli.megatron_args.syntax_tree import VALUES, get_node_source_text, group_adjacent_syntax_nodes, if_branches
 
 ROUNDS = 256  # most iterations of a loop
 
@@ -26,8 +26,8 @@ def interpret_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
     variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
     if variable is None or body is None:
         return None
-    name, listed = node_text(variable), any(child.type == "in" for child in node.children)
-    given = [word for value in node.children_by_field_name("value") for word in reader.words.expand_fields(value)]
+    name, listed = get_node_source_text(variable), any(child.type == "in" for child in node.children)
+    given = [word for value in node.children_by_field_name("value") for word in reader.words.expand_to_words(value)]
     values = given if listed else list(reader.words.positional or [])
     rounds = iter(values[:ROUNDS])
 
@@ -49,7 +49,7 @@ def interpret_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
 
 
 def _follow_unknown_iteration(reader: ShellInterpreter, name: str, body: Node, node: Node) -> None:
-    reader.words.set_text_variable(name, make_unknown_mark("{" + name + "}"), reader.words.line_number(node))
+    reader.words.set_text_variable(name, make_unknown_placeholder("{" + name + "}"), reader.words.line_number(node))
     reader.interpret_shell_statement(body)
 
 
@@ -70,19 +70,19 @@ def interpret_while_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
 
 def interpret_c_style_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell loop `for ((i = 0; i < 3; i++))`; return True if its last command succeeds, None if unknown."""
-    parts = [part.strip() for part in node_text(node).partition("((")[2].partition("))")[0].split(";")]
+    parts = [part.strip() for part in get_node_source_text(node).partition("((")[2].partition("))")[0].split(";")]
     body = node.child_by_field_name("body")
     if len(parts) != 3 or body is None:
         return None
-    reader.evaluate_expression(reader.words.expand_quoted(parts[0]))
+    reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[0]))
 
     def begin_iteration() -> KnownTruth:
-        value = reader.evaluate_expression(reader.words.expand_quoted(parts[1])) if parts[1] else 1
+        value = reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[1])) if parts[1] else 1
         return None if value is None else value != 0
 
     def follow_expression() -> None:
         reader.interpret_shell_statement(body)
-        reader.evaluate_expression(reader.words.expand_quoted(parts[2]))
+        reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[2]))
 
     return _follow_iterations(reader, node, begin_iteration, follow_expression)
 
@@ -142,15 +142,15 @@ def interpret_case_statement(reader: ShellInterpreter, node: Node) -> KnownTruth
     Every branch is interpreted if the value is unknown. Returns True if its last command succeeds, None if unknown.
     """
     value = node.child_by_field_name("value")
-    text = reader.words.expand_text(value) if value else ""
+    text = reader.words.expand_to_text(value) if value else ""
     return _follow_case_items(reader, node, text, [child for child in node.children if child.type == "case_item"])
 
 
 def _follow_case_items(reader: ShellInterpreter, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
-    value = reader.comparison_text(text, node)
+    value = reader.expand_condition_operand(text, node)
     for number, item in enumerate(items):
         patterns, body = _case_patterns(reader, item)
-        found = [None if value is None and p != "*" else matches_pattern(value or "", p) for p in patterns]
+        found = [None if value is None and p != "*" else matches_shell_pattern(value or "", p) for p in patterns]
         holds: KnownTruth = True if True in found else None if None in found else False
         if holds:
             reader.interpret_statements(body)
@@ -162,7 +162,7 @@ def _follow_case_items(reader: ShellInterpreter, node: Node, text: str, items: S
                 partial(_follow_case_items, reader, node, text, items[number + 1 :]),
             )
             reader.interpret_all_branches(
-                node, f"{format_unknown_marks(text)} is {format_unknown_marks(patterns[0])}", follow, skip
+                node, f"{format_unknown_placeholders(text)} is {format_unknown_placeholders(patterns[0])}", follow, skip
             )
             return None
     return True
@@ -171,7 +171,7 @@ def _follow_case_items(reader: ShellInterpreter, node: Node, text: str, items: S
 def _case_patterns(reader: ShellInterpreter, item: Node) -> tuple[list[str], list[Node]]:
     """Return the patterns of an item of a `case`, and its statements."""
     end = next(at for at, child in enumerate(item.children) if child.type == ")")
-    groups = group_adjacent([child for child in item.children[:end] if child.type in VALUES])
-    return [reader.words.expand_pattern(*group) for group in groups], [
+    groups = group_adjacent_syntax_nodes([child for child in item.children[:end] if child.type in VALUES])
+    return [reader.words.expand_to_shell_pattern(*group) for group in groups], [
         child for child in item.children[end + 1 :] if child.is_named
     ]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.run_draft import RunYamlDraft
 from mega_cli.megatron_args.shell_words import MARK
 
 OWN = ("train_data_path", "valid_data_path", "test_data_path")
@@ -15,7 +15,7 @@ NUMBER = re.compile(r"[.0-9]+")
 PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
-def translate_data_flags(draft: RunDraft) -> None:
+def translate_data_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `data` section of a run.yaml (data sets, tokenizer, sequence length), from Megatron-LM flags."""
     put = draft.set_key
     if any(name in draft for name in OWN):
@@ -39,7 +39,7 @@ def translate_data_flags(draft: RunDraft) -> None:
         put("data.cache", draft["data_cache_path"], "data_cache_path")
 
 
-def _write_split(draft: RunDraft) -> None:
+def _write_split(draft: RunYamlDraft) -> None:
     """Write `data.split`: Megatron parses what looks like a number and ignores everything else."""
     text = draft["split"] or SPLIT
     if MARK.search(text):
@@ -59,7 +59,7 @@ def _write_split(draft: RunDraft) -> None:
     return None
 
 
-def _fim(draft: RunDraft) -> None:
+def _fim(draft: RunYamlDraft) -> None:
     names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
     if not draft["fim_data"]:
         draft.add_note("not needed", "has no effect without --fim-data", "fim_rate", "fim_spm_rate", *names)
@@ -82,7 +82,7 @@ def parse_megatron_data_path(words: Sequence[str]) -> list[dict[str, Any]]:
     return [{"path": path} for path in words]
 
 
-def _sources(draft: RunDraft, key: str, dest: str) -> None:
+def _sources(draft: RunYamlDraft, key: str, dest: str) -> None:
     sources = parse_megatron_data_path(draft[dest])
     if len(sources) == 1:
         sources = [{"path": sources[0]["path"]}]
@@ -101,7 +101,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _tokenizer(draft: RunDraft) -> None:
+def _tokenizer(draft: RunYamlDraft) -> None:
     kind, path = draft["tokenizer_type"], draft["tokenizer_model"]
     if kind == "HuggingFaceTokenizer" and path:
         draft.set_key("data.tokenizer", path, "tokenizer_model", "tokenizer_type")

@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from mega_cli.megatron_args.hybrid_layers import compute_layer_pattern_mask, has_hybrid_layers
-from mega_cli.megatron_args.run_draft import DEFAULT, RunDraft
+from mega_cli.megatron_args.run_draft import DEFAULT, RunYamlDraft
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
 BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
-def has_moe_flags(draft: RunDraft) -> bool:
+def has_moe_flags(draft: RunYamlDraft) -> bool:
     """Return whether Megatron's flags give the model experts; Megatron-DeepSpeed's one expert means none."""
-    return draft.is_unknown("num_experts") or any(count > 1 for count in draft["num_experts"])
+    return draft.is_megatron_setting_unknown("num_experts") or any(count > 1 for count in draft["num_experts"])
 
 
-def translate_moe_flags(draft: RunDraft, width: int | None) -> None:
+def translate_moe_flags(draft: RunYamlDraft, width: int | None) -> None:
     """Add the `model.moe` section of a run.yaml to `draft`, from Megatron-LM flags.
     `width` is the dense layers' feed-forward width, the default of an expert's.
     """
@@ -33,12 +33,12 @@ def translate_moe_flags(draft: RunDraft, width: int | None) -> None:
     top: int | None = 1 if draft.is_megatron_deepspeed and "moe_router_topk" not in draft else draft["moe_router_topk"]
     put("model.moe.top_k", top, "moe_router_topk", because="" if "moe_router_topk" in draft else _default_origin(draft))
     why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: the model's ffn_hidden_size"
-    own = draft.get_setting("moe_ffn_hidden_size", width)
+    own = draft.get_megatron_setting("moe_ffn_hidden_size", width)
     put("model.moe.ffn_hidden_size", own, "moe_ffn_hidden_size", because=why)
     if draft.is_megatron_deepspeed:
         return _deepspeed(draft, top)
     _layers(draft)
-    if draft.is_enabled("moe_latent_size"):
+    if draft.is_megatron_setting_enabled("moe_latent_size"):
         put("model.moe.latent_size", draft["moe_latent_size"], "moe_latent_size")
     _shared(draft, own)
     if draft[BALANCING[0]] == ["sinkhorn"]:
@@ -53,11 +53,11 @@ def translate_moe_flags(draft: RunDraft, width: int | None) -> None:
     return None
 
 
-def _default_origin(draft: RunDraft) -> str:
+def _default_origin(draft: RunYamlDraft) -> str:
     return "Megatron-DeepSpeed's default" if draft.is_megatron_deepspeed else DEFAULT
 
 
-def _deepspeed(draft: RunDraft, top: int | None) -> None:
+def _deepspeed(draft: RunYamlDraft, top: int | None) -> None:
     put, every, layers = draft.set_key, draft["expert_interval"], draft.run["model"]["num_layers"]
     if every != 1:
         listed = list(range(every - 1, layers, every)) if layers and every else None
@@ -66,7 +66,7 @@ def _deepspeed(draft: RunDraft, top: int | None) -> None:
     put("model.moe.score", "softmax", because="as DeepSpeed always does")
     put("model.moe.normalize", top != 1, because="as DeepSpeed does with this top_k")
     put("model.moe.router_bias", False, because="as DeepSpeed always does")
-    loss = draft.get_setting(BALANCING[1], [0.1])
+    loss = draft.get_megatron_setting(BALANCING[1], [0.1])
     put(
         "model.moe.aux_loss",
         loss[0] if loss else None,
@@ -87,7 +87,7 @@ def _deepspeed(draft: RunDraft, top: int | None) -> None:
         draft.add_note("not needed", "this is the only kind in mega", "mlp_type")
 
 
-def _sinkhorn(draft: RunDraft, top: int | None) -> None:
+def _sinkhorn(draft: RunYamlDraft, top: int | None) -> None:
     """Write Sinkhorn routing, which balances by itself and takes the weights from the plain scores."""
     draft.set_key("model.moe.sinkhorn", True, BALANCING[0])
     draft.set_key(
@@ -100,26 +100,28 @@ def _sinkhorn(draft: RunDraft, top: int | None) -> None:
     draft.add_note("changes meaning", text, BALANCING[0])
 
 
-def _auxiliary(draft: RunDraft) -> None:
-    draft.set_key("model.moe.z_loss", draft.get_setting("moe_z_loss_coeff", 0.0), "moe_z_loss_coeff")
+def _auxiliary(draft: RunYamlDraft) -> None:
+    draft.set_key("model.moe.z_loss", draft.get_megatron_setting("moe_z_loss_coeff", 0.0), "moe_z_loss_coeff")
     capacity = "moe_expert_capacity_factor" if "moe_expert_capacity_factor" in draft else "moe_train_capacity_factor"
-    if draft.is_unknown(capacity) or (capacity in draft and draft[capacity] > 0):
+    if draft.is_megatron_setting_unknown(capacity) or (capacity in draft and draft[capacity] > 0):
         _capacity(draft, capacity)
 
 
-def _shared(draft: RunDraft, width: int | None) -> None:
+def _shared(draft: RunYamlDraft, width: int | None) -> None:
     key, size, count = "model.moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_shared_experts"
-    if draft.is_enabled(size):
+    if draft.is_megatron_setting_enabled(size):
         draft.set_key(key, draft[size], size)
-    elif draft.is_enabled(count):
+    elif draft.is_megatron_setting_enabled(count):
         draft.set_key(key, width and draft[count] and width * draft[count], count, "moe_ffn_hidden_size")
     else:
         return
-    if draft["moe_shared_expert_gate"] or (draft["enable_shared_expert"] and not draft.is_enabled(count)):
+    if draft["moe_shared_expert_gate"] or (
+        draft["enable_shared_expert"] and not draft.is_megatron_setting_enabled(count)
+    ):
         draft.set_key("model.moe.shared_gate", True, "moe_shared_expert_gate", "enable_shared_expert")
 
 
-def _layers(draft: RunDraft) -> None:
+def _layers(draft: RunYamlDraft) -> None:
     """Write the MoE layers; Megatron's MTP layers have the kind of the last layer."""
     key, dest = "model.moe.layers", "moe_layer_freq"
     if has_hybrid_layers(draft):
@@ -133,7 +135,7 @@ def _layers(draft: RunDraft) -> None:
     return None
 
 
-def _scores(draft: RunDraft) -> None:
+def _scores(draft: RunYamlDraft) -> None:
     """Write the score function: a softmax over the chosen experts equals a normalised one over all."""
     put, score, before = draft.set_key, draft["moe_router_score_function"], draft["moe_router_pre_softmax"]
     if score not in ("softmax", "sigmoid"):
@@ -146,15 +148,15 @@ def _scores(draft: RunDraft) -> None:
         put("model.moe.normalize", draft["moe_router_topk"] != 1, because="as Megatron's sigmoid scores with top_k > 1")
         draft.add_note("not needed", "it only has an effect with softmax scores", "moe_router_pre_softmax")
     put("model.moe.router_bias", draft["add_bias_linear"], "add_bias_linear")
-    if draft.is_enabled("moe_router_topk_scaling_factor"):
+    if draft.is_megatron_setting_enabled("moe_router_topk_scaling_factor"):
         put("model.moe.scaling", draft["moe_router_topk_scaling_factor"], "moe_router_topk_scaling_factor")
 
 
-def _groups(draft: RunDraft) -> None:
+def _groups(draft: RunYamlDraft) -> None:
     """Write the expert groups; Megatron's score of a group is the sum of its best top_k / top_groups experts."""
     flags = ("moe_router_num_groups", "moe_router_group_topk")
     groups, top = (draft[name] for name in flags)
-    if not any(map(draft.is_unknown, flags)) and ((groups or 1) == 1 or not top):
+    if not any(map(draft.is_megatron_setting_unknown, flags)) and ((groups or 1) == 1 or not top):
         return
     draft.set_key("model.moe.groups", groups, flags[0])
     draft.set_key("model.moe.top_groups", top, flags[1])
@@ -174,13 +176,13 @@ def _groups(draft: RunDraft) -> None:
         draft.add_note("changes meaning", text, flags[1])
 
 
-def _balance(draft: RunDraft) -> None:
+def _balance(draft: RunYamlDraft) -> None:
     """Write the first nonzero balancing loss that mega has too."""
     kinds: list[str] = draft[BALANCING[0]]
     losses: list[Any] = draft[BALANCING[1]]
-    if draft.is_unknown(BALANCING[1]):
+    if draft.is_megatron_setting_unknown(BALANCING[1]):
         return draft.set_key("model.moe.aux_loss", None, BALANCING[1])
-    if draft.is_unknown(BALANCING[0]):
+    if draft.is_megatron_setting_unknown(BALANCING[0]):
         return draft.set_key("model.moe.aux_loss", None, BALANCING[0])
     weighted = {kind: loss for kind, loss in zip(kinds, losses, strict=False) if loss}
     kind = next((kind for kind in weighted if kind in SCOPES), None)
@@ -198,7 +200,7 @@ def _balance(draft: RunDraft) -> None:
     return None
 
 
-def _differences(draft: RunDraft, kind: str) -> list[str]:
+def _differences(draft: RunYamlDraft, kind: str) -> list[str]:
     """Note where the same loss is computed differently."""
     found = []
     if kind == "aux_loss":
@@ -208,7 +210,7 @@ def _differences(draft: RunDraft, kind: str) -> list[str]:
     return found
 
 
-def _capacity(draft: RunDraft, dest: str) -> None:
+def _capacity(draft: RunYamlDraft, dest: str) -> None:
     draft.set_key("model.moe.capacity_factor", draft[dest], dest)
     policy = draft["moe_token_drop_policy"]
     dropped = "tokens with the lowest weights" if policy == "probs" else "the last tokens"

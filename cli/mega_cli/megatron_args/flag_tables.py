@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, explain_unknown, format_unknown_marks
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, explain_unknown_flag_value, format_unknown_placeholders
 from mega_common.strict_config import ConfigProblem, raise_config_error
 
 SOURCE = "the launch script"
@@ -23,7 +23,7 @@ MOST = 100_000
 
 
 @dataclass(frozen=True)
-class FlagSpec:
+class MegatronFlagSpec:
     """Command-line flag of Megatron's `pretrain_gpt.py`.
     It is a row of mega's table of Megatron-LM's own flags (`flags.csv`) or of those that forks add (`forks.csv`).
 
@@ -55,12 +55,12 @@ class FlagSpec:
         return self.takes in ("3", "+", "*")
 
     @property
-    def min_values(self) -> int:
+    def min_value_count(self) -> int:
         """Smallest number of values after the Megatron flag."""
         return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
 
     @property
-    def max_values(self) -> float:
+    def max_value_count(self) -> float:
         """Largest number of values after the Megatron flag; infinity for `+` and `*`."""
         return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
 
@@ -92,10 +92,10 @@ def _fold_choice(word: str) -> str:
 
 
 @cache
-def load_flag_tables() -> tuple[FlagSpec, ...]:
+def load_megatron_flag_specs() -> tuple[MegatronFlagSpec, ...]:
     """Return all known flags of Megatron-LM and its forks, from mega's tables `flags.csv` and `forks.csv`."""
     return tuple(
-        FlagSpec(
+        MegatronFlagSpec(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
             _parse_choices(row["choices"]), row.get("means", ""), table == TABLES[1],
         )
@@ -111,7 +111,7 @@ def _parse_choices(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class GivenFlag:
+class ParsedMegatronFlag:
     """Flag that a training command gives, with its values.
 
     Attributes:
@@ -122,7 +122,7 @@ class GivenFlag:
         line: line of the script.
     """
 
-    flag: FlagSpec
+    flag: MegatronFlagSpec
     on: bool
     values: tuple[str, ...]
     text: str
@@ -132,7 +132,7 @@ class GivenFlag:
         return self.text
 
     @property
-    def unset_parameters(self) -> list[str]:
+    def unset_shell_variables(self) -> list[str]:
         """Names of shell variables in the flag's values that the launch script does not set.
         Placeholders such as `<path>` are included.
         """
@@ -141,12 +141,14 @@ class GivenFlag:
     @property
     def why_unknown_value(self) -> str:
         """Reason why the flag's value cannot be used; empty if it can."""
-        if self.unset_parameters and (self.flag.type != "str" or self.flag.choices):
-            return explain_unknown(
+        if self.unset_shell_variables and (self.flag.type != "str" or self.flag.choices):
+            return explain_unknown_flag_value(
                 next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
             )
-        if len(self.values) < self.flag.min_values:
-            return f"{self.text} requires {self.flag.min_values} value{'s' if self.flag.min_values > 1 else ''}"
+        if len(self.values) < self.flag.min_value_count:
+            return (
+                f"{self.text} requires {self.flag.min_value_count} value{'s' if self.flag.min_value_count > 1 else ''}"
+            )
         return ""
 
     @property
@@ -155,7 +157,7 @@ class GivenFlag:
         words = set(self.flag.choices.values())
         if (
             not words
-            or self.unset_parameters
+            or self.unset_shell_variables
             or all(str(self.flag.convert_value(value)) in words for value in self.values)
         ):
             return ""
@@ -176,7 +178,7 @@ class GivenFlag:
 
 
 @dataclass
-class CommandSettings:
+class MegatronCommandSettings:
     """Settings of a Megatron training command from its flags.
     `settings[dest]` is the given value, or Megatron's default.
 
@@ -190,10 +192,10 @@ class CommandSettings:
         remarks: (line, sentence) of warnings.
     """
 
-    flags: Mapping[str, FlagSpec]
+    flags: Mapping[str, MegatronFlagSpec]
     strict: bool = False
-    given: dict[str, GivenFlag] = field(default_factory=dict)
-    others: list[GivenFlag] = field(default_factory=list)
+    given: dict[str, ParsedMegatronFlag] = field(default_factory=dict)
+    others: list[ParsedMegatronFlag] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     respelled: set[str] = field(default_factory=set)
     problems: list[ConfigProblem] = field(default_factory=list)
@@ -206,7 +208,7 @@ class CommandSettings:
     def __contains__(self, dest: str) -> bool:
         return dest in self.given
 
-    def add_flag(self, given: GivenFlag) -> None:
+    def add_flag(self, given: ParsedMegatronFlag) -> None:
         """Record a flag of the command, or a problem if its value is invalid; a repeated flag replaces the earlier one."""
         try:
             value = given.parsed_value()
@@ -231,7 +233,7 @@ class CommandSettings:
         self.given[given.flag.dest] = given
         return None
 
-    def add_flag_problem(self, given: GivenFlag, rule: str, hint: str = "") -> None:
+    def add_flag_problem(self, given: ParsedMegatronFlag, rule: str, hint: str = "") -> None:
         """Record a problem for a flag whose value cannot be used.
         It is raised later by `raise_problems`; `rule` is the rule that the value violates.
         """
@@ -254,15 +256,15 @@ class CommandSettings:
             raise_config_error(self.problems, SOURCE)
 
 
-def parse_command_arguments(
-    words: Sequence[ShellWord], table: Iterable[FlagSpec], *, strict: bool = False
-) -> CommandSettings:
+def parse_megatron_arguments(
+    words: Sequence[ShellWord], table: Iterable[MegatronFlagSpec], *, strict: bool = False
+) -> MegatronCommandSettings:
     """Parse the arguments of a Megatron training command with the flags of `table`.
-    Problems are not raised here, but by `CommandSettings.raise_problems`.
+    Problems are not raised here, but by `MegatronCommandSettings.raise_problems`.
     """
     table, words = list(table), _join_placeholders(words)
     spellings = {name: flag for flag in table for name in (flag.name, *flag.aliases)}
-    arguments = CommandSettings({flag.dest: flag for flag in reversed(table) if not flag.means}, strict)
+    arguments = MegatronCommandSettings({flag.dest: flag for flag in reversed(table) if not flag.means}, strict)
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
@@ -271,7 +273,7 @@ def parse_command_arguments(
             continue
         spelling, equals, attached = word.text.partition("=")
         flag = spellings.get(spelling) or spellings.get(spelling.replace("_", "-"))
-        most = flag.max_values if flag else float("inf")
+        most = flag.max_value_count if flag else float("inf")
         values = [attached] if equals else []
         while at < len(words) and len(values) < most and not words[at].text.startswith("--"):
             values.append(words[at].text)
@@ -284,7 +286,7 @@ def parse_command_arguments(
         if spelling not in spellings:
             arguments.respelled.add(spelling)
         for given in _to_megatron_flag(flag, spelling, tuple(values), word.line, spellings):
-            if equals and not flag.max_values:
+            if equals and not flag.max_value_count:
                 arguments.add_megatron_problem(word.line, str(given), "takes no value", "")
             arguments.add_flag(given)
     return arguments
@@ -302,43 +304,49 @@ def _join_placeholders(words: Sequence[ShellWord]) -> list[ShellWord]:
 
 
 def _text(spelling: str, values: Sequence[str]) -> str:
-    return " ".join([format_unknown_marks(spelling), *(format_unknown_marks(value) or "''" for value in values)])
+    return " ".join(
+        [format_unknown_placeholders(spelling), *(format_unknown_placeholders(value) or "''" for value in values)]
+    )
 
 
 def _to_megatron_flag(
-    flag: FlagSpec, spelling: str, values: tuple[str, ...], line: int, spellings: Mapping[str, FlagSpec]
-) -> Iterator[GivenFlag]:
+    flag: MegatronFlagSpec, spelling: str, values: tuple[str, ...], line: int, spellings: Mapping[str, MegatronFlagSpec]
+) -> Iterator[ParsedMegatronFlag]:
     """Return a fork's flag as Megatron-LM's own flag."""
     text = _text(spelling, values)
     if not flag.means:
         on = flag.takes == "on" or (flag.takes == "switch" and not spelling.startswith("--no-"))
-        yield GivenFlag(flag, on, values, text, line)
+        yield ParsedMegatronFlag(flag, on, values, text, line)
         return
     for part in flag.means.split("--")[1:]:
         name, *meant = part.split()
         own = spellings[f"--{name}"]
         filled = tuple(value for word in meant for value in (values if word == "{}" else (word,)))
-        yield GivenFlag(own, own.takes == "on", filled, text, line)
+        yield ParsedMegatronFlag(own, own.takes == "on", filled, text, line)
 
 
 def _parse_unknown_flag(
-    spelling: str, values: Sequence[str], line: int, spellings: Sequence[str], arguments: CommandSettings
+    spelling: str, values: Sequence[str], line: int, spellings: Sequence[str], arguments: MegatronCommandSettings
 ) -> None:
     """Parse a flag that no table has; the words up to the next flag count as its values."""
     near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]}?" if near else ""
     if arguments.strict:
-        arguments.add_megatron_problem(line, format_unknown_marks(spelling), "is not a flag of Megatron-LM", hint)
+        arguments.add_megatron_problem(
+            line, format_unknown_placeholders(spelling), "is not a flag of Megatron-LM", hint
+        )
     else:
-        flag = FlagSpec(spelling, (), hint, "*" if values else "on", "str" if values else "", "", {})
-        arguments.others.append(GivenFlag(flag, True, tuple(values), _text(spelling, values), line))
+        flag = MegatronFlagSpec(spelling, (), hint, "*" if values else "on", "str" if values else "", "", {})
+        arguments.others.append(ParsedMegatronFlag(flag, True, tuple(values), _text(spelling, values), line))
 
 
-def _record_non_flag(word: ShellWord, arguments: CommandSettings) -> None:
+def _record_non_flag(word: ShellWord, arguments: MegatronCommandSettings) -> None:
     if MARK.search(word.text):
-        arguments.unread.append(format_unknown_marks(word.text))
-        text = f"the value of {format_unknown_marks(word.text)} is unknown: flags that it may contain were not read"
+        arguments.unread.append(format_unknown_placeholders(word.text))
+        text = (
+            f"the value of {format_unknown_placeholders(word.text)} is unknown: flags that it may contain were not read"
+        )
         arguments.remarks.append((word.line, text))
     else:
         hint = 'if it is part of the value before it, quote the array: "${ARGS[@]}"'
-        arguments.add_megatron_problem(word.line, format_unknown_marks(word.text), "is not a flag", hint)
+        arguments.add_megatron_problem(word.line, format_unknown_placeholders(word.text), "is not a flag", hint)

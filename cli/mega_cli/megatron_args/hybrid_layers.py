@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mega_cli.megatron_args.arithmetic import parse_layer_pattern
-from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import MARK, explain_unknown, format_unknown_marks
+from mega_cli.megatron_args.arithmetic import parse_megatron_layer_freq
+from mega_cli.megatron_args.run_draft import RunYamlDraft
+from mega_cli.megatron_args.shell_words import MARK, explain_unknown_flag_value, format_unknown_placeholders
 from mega_common.layer_kinds import NORM_EPS, HybridLayerPattern, build_hybrid_pattern, build_mamba_section
 
 
 def compute_layer_pattern_mask(
-    draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
+    draft: RunYamlDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
     """Return a list of booleans for layers, true if the layer has the kind that a Megatron pattern selects.
     The pattern is in Megatron setting `dest`; `every(layer, n)` decides if the pattern is a number n. `key` is
@@ -23,9 +23,9 @@ def compute_layer_pattern_mask(
     and without a number of layers `key` is left to be filled in.
     """
     if not draft[dest] or MARK.search(draft[dest]):
-        draft.set_key(key, None, dest, ask=explain_unknown(draft[dest] or "a pattern of layers"))
+        draft.set_key(key, None, dest, ask=explain_unknown_flag_value(draft[dest] or "a pattern of layers"))
         return None
-    layers, pattern = draft.run["model"]["num_layers"], parse_layer_pattern(draft[dest])
+    layers, pattern = draft.run["model"]["num_layers"], parse_megatron_layer_freq(draft[dest])
     layers = layers and layers + further
     if isinstance(pattern, int) and pattern > 0:
         if pattern > 1 and not layers:
@@ -52,25 +52,27 @@ SIZES = {
 }  # fmt: skip
 
 
-def has_hybrid_layers(draft: RunDraft) -> bool:
+def has_hybrid_layers(draft: RunYamlDraft) -> bool:
     """Return whether Megatron's flags describe a hybrid model, such as Mamba with attention.
     A layer pattern or ratio among the flags makes the model a hybrid.
     """
-    return any(draft.is_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
+    return any(draft.is_megatron_setting_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
 
 
-def is_hybrid_pattern_without_moe(draft: RunDraft) -> bool:
+def is_hybrid_pattern_without_moe(draft: RunYamlDraft) -> bool:
     """Return whether the model has a hybrid layer pattern without MoE layers, whatever other flags say."""
-    pattern = hybrid_pattern(draft)
+    pattern = get_megatron_hybrid_pattern(draft)
     return pattern is not None and not any("E" in letters for letters in (pattern.letters, *pattern.mtp_letters))
 
 
-def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
+def get_megatron_hybrid_pattern(draft: RunYamlDraft) -> HybridLayerPattern | None:
     """Return the hybrid layer pattern that Megatron's flags give.
     Returns None if it is absent, unknown or invalid; an invalid one is recorded as a problem in `draft`.
     """
     named = ("is_hybrid_model", *PATTERNS, *SHARES, "num_layers", "mtp_num_layers", "mtp_hybrid_override_pattern")
-    if not has_hybrid_layers(draft) or any(draft.is_unknown(dest) or MARK.search(str(draft[dest])) for dest in named):
+    if not has_hybrid_layers(draft) or any(
+        draft.is_megatron_setting_unknown(dest) or MARK.search(str(draft[dest])) for dest in named
+    ):
         return None
     try:
         pattern = build_hybrid_pattern({dest: draft[dest] for dest in named})
@@ -83,11 +85,11 @@ def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
     return pattern
 
 
-def translate_hybrid_layer_flags(draft: RunDraft) -> None:
+def translate_hybrid_layer_flags(draft: RunYamlDraft) -> None:
     """Add the layers of a hybrid model to `draft`, from Megatron-LM flags.
     They are run.yaml's `model.layers` and `model.mamba` or `model.delta`.
     """
-    pattern, put = hybrid_pattern(draft), draft.set_key
+    pattern, put = get_megatron_hybrid_pattern(draft), draft.set_key
     flags = (*PATTERNS, *SHARES, "mtp_hybrid_override_pattern")
     if pattern is None:
         return put("model.layers", None, *flags, ask="follows from the number of layers")
@@ -105,7 +107,7 @@ def translate_hybrid_layer_flags(draft: RunDraft) -> None:
     return None
 
 
-def _mamba(draft: RunDraft) -> None:
+def _mamba(draft: RunYamlDraft) -> None:
     found: dict[str, Any] = build_mamba_section({dest: draft[dest] for dest in (*MAMBA.values(), "hidden_size")})
     for name, dest in MAMBA.items():
         default = name == "num_heads" and dest not in draft
@@ -117,12 +119,12 @@ def _mamba(draft: RunDraft) -> None:
     )
 
 
-def _delta(draft: RunDraft) -> None:
+def _delta(draft: RunYamlDraft) -> None:
     for name, dest in SIZES.items():
         draft.set_key(f"model.delta.{name}", draft[dest], dest)
 
 
-def translate_attention_variant_flags(draft: RunDraft) -> None:
+def translate_attention_variant_flags(draft: RunYamlDraft) -> None:
     """Add the attention gate and gated delta net layers of a model to `draft`, from Megatron-LM flags.
     They are run.yaml's `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta
     nets.
@@ -152,20 +154,20 @@ VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipel
 LAYOUT = "pipeline_model_parallel_layout"
 
 
-def translate_pipeline_layout_flags(draft: RunDraft) -> None:
+def translate_pipeline_layout_flags(draft: RunYamlDraft) -> None:
     """Add the layout of pipeline stages to `draft`, if Megatron-LM flags give it.
     The keys of run.yaml are `parallel.virtual_stages` and `parallel.pipeline_layout`.
     """
     layers, pp = draft.run["model"]["num_layers"], draft["pipeline_model_parallel_size"]
     if pp == 1:
         return
-    if not layers or not pp or any(draft.is_unknown(dest) for dest in (FIRST, LAST, *VIRTUAL)):
+    if not layers or not pp or any(draft.is_megatron_setting_unknown(dest) for dest in (FIRST, LAST, *VIRTUAL)):
         _open(draft)
         return
     if draft[LAYOUT]:
         _explicit(draft, pp, layers)
         return
-    pattern = hybrid_pattern(draft)
+    pattern = get_megatron_hybrid_pattern(draft)
     if pattern and len(pattern.stages) > 1:
         _group_stages(draft, list(pattern.stages), pp, layers, *PATTERNS)
         return
@@ -175,20 +177,20 @@ def translate_pipeline_layout_flags(draft: RunDraft) -> None:
     if virtual > 1:
         draft.set_key("parallel.virtual_stages", virtual, *VIRTUAL)
     if any(draft[name] for name in (FIRST, LAST, EMBEDDING, LOSS)):
-        layout = layers_per_stage(
+        layout = compute_megatron_layers_per_stage(
             layers, pp, virtual, first=draft[FIRST], last=draft[LAST], embedding=draft[EMBEDDING], loss=draft[LOSS]
         )
         _put_layout(draft, layout, layers, FIRST, LAST, EMBEDDING, LOSS)
 
 
-def _open(draft: RunDraft) -> None:
+def _open(draft: RunYamlDraft) -> None:
     ask = "follows from the numbers of layers and of pipeline ranks"
     for key, dests in (("virtual_stages", VIRTUAL), ("pipeline_layout", (FIRST, LAST, EMBEDDING, LOSS, LAYOUT))):
         if any(dest in draft for dest in dests):
             draft.set_key(f"parallel.{key}", None, *dests, ask=ask)
 
 
-def layers_per_stage(
+def compute_megatron_layers_per_stage(
     layers: int, pp: int, virtual: int, *, first: int | None, last: int | None, embedding: bool, loss: bool
 ) -> list[int]:
     """Return the number of decoder layers of each of pp x virtual pipeline stages by Megatron's rules.
@@ -222,21 +224,21 @@ def parse_megatron_pipeline_layout(text: str) -> list[int]:
     return [stage.count("t") for stage in text.split("|")]
 
 
-def _explicit(draft: RunDraft, pp: int, layers: int) -> None:
+def _explicit(draft: RunYamlDraft, pp: int, layers: int) -> None:
     if MARK.search(draft[LAYOUT]):
-        draft.set_key("parallel.pipeline_layout", None, LAYOUT, instead=format_unknown_marks(draft[LAYOUT]))
+        draft.set_key("parallel.pipeline_layout", None, LAYOUT, instead=format_unknown_placeholders(draft[LAYOUT]))
         return
     _group_stages(draft, parse_megatron_pipeline_layout(draft[LAYOUT]), pp, layers, LAYOUT)
 
 
-def _group_stages(draft: RunDraft, layout: list[int], pp: int, layers: int, *flags: str) -> None:
+def _group_stages(draft: RunYamlDraft, layout: list[int], pp: int, layers: int, *flags: str) -> None:
     """Write an explicit layout; its number of stages is a multiple of the pipeline ranks."""
     if len(layout) % pp == 0 and len(layout) > pp:
         draft.set_key("parallel.virtual_stages", len(layout) // pp, *flags)
     _put_layout(draft, layout, layers, *flags)
 
 
-def _put_layout(draft: RunDraft, layout: list[int], layers: int, *flags: str) -> None:
+def _put_layout(draft: RunYamlDraft, layout: list[int], layers: int, *flags: str) -> None:
     if min(layout) < 0 or 0 in layout[1:-1] or sum(layout) != layers:
         draft.add_note(
             "no equivalent",

@@ -9,14 +9,14 @@ from mega_cli.megatron_args.experts_section import has_moe_flags, translate_moe_
 from mega_cli.megatron_args.hybrid_layers import (
     PATTERNS,
     compute_layer_pattern_mask,
+    get_megatron_hybrid_pattern,
     has_hybrid_layers,
-    hybrid_pattern,
     is_hybrid_pattern_without_moe,
     translate_attention_variant_flags,
     translate_hybrid_layer_flags,
 )
-from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
+from mega_cli.megatron_args.run_draft import RunYamlDraft
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_placeholders
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
@@ -26,7 +26,7 @@ GPT2_TOKENS = 50_257
 GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
-def translate_model_flags(draft: RunDraft) -> None:
+def translate_model_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `model` section of a run.yaml, from Megatron-LM flags."""
     _sizes(draft)
     if has_hybrid_layers(draft):
@@ -35,24 +35,30 @@ def translate_model_flags(draft: RunDraft) -> None:
     _position(draft)
     if draft["multi_latent_attention"]:
         _latents(draft)
-    if draft.is_enabled("mtp_num_layers"):
+    if draft.is_megatron_setting_enabled("mtp_num_layers"):
         draft.set_key("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.set_key("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
     if has_moe_flags(draft) and not is_hybrid_pattern_without_moe(draft):
-        translate_moe_flags(draft, feed_forward_width(draft))
+        translate_moe_flags(draft, get_megatron_ffn_width(draft))
     translate_attention_variant_flags(draft)
 
 
-def _sizes(draft: RunDraft) -> None:
+def _sizes(draft: RunYamlDraft) -> None:
     put = draft.set_key
-    pattern = hybrid_pattern(draft)
+    pattern = get_megatron_hybrid_pattern(draft)
     layers = len(pattern.letters) if pattern else draft["num_layers"] or draft["encoder_num_layers"]
     layers = count_t5_layers(draft) if is_t5_script(draft) else layers
     put("model.num_layers", layers, "num_layers", "encoder_num_layers", *(() if "num_layers" in draft else PATTERNS))
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
     ask = "Megatron's default is 4 x hidden_size; with --swiglu 8/3 x hidden_size, rounded down to a multiple of 64"
-    put("model.ffn_hidden_size", feed_forward_width(draft), "ffn_hidden_size", because=_default_width(draft), ask=ask)
+    put(
+        "model.ffn_hidden_size",
+        get_megatron_ffn_width(draft),
+        "ffn_hidden_size",
+        because=_default_width(draft),
+        ask=ask,
+    )
     put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
     if not draft["multi_latent_attention"]:  # latent attention has as many keys as queries, and its own sizes
         _heads(draft)
@@ -66,7 +72,7 @@ def _sizes(draft: RunDraft) -> None:
         put("model.max_position", draft["seq_length"], because="seq_length; positions of this kind are unlimited")
 
 
-def _heads(draft: RunDraft) -> None:
+def _heads(draft: RunYamlDraft) -> None:
     if draft["group_query_attention"]:
         draft.set_key("model.num_kv_heads", draft["num_query_groups"], "num_query_groups", "group_query_attention")
     elif draft.uses_checkpoint_args:
@@ -80,7 +86,7 @@ def _heads(draft: RunDraft) -> None:
         draft.set_key("model.head_dim", draft["kv_channels"], "kv_channels")
 
 
-def _vocabulary(draft: RunDraft) -> None:
+def _vocabulary(draft: RunYamlDraft) -> None:
     """Write the vocabulary; `pretrain_gpt.py` takes GPT-2's tokenizer if none is named, with the size of its vocabulary
     file.
     """
@@ -93,7 +99,7 @@ def _vocabulary(draft: RunDraft) -> None:
             draft.add_note(
                 "changes meaning", "Megatron-LM before 2026 adds a token for the end of documents", "vocab_size"
             )
-    elif draft.is_unknown("tokenizer_type"):
+    elif draft.is_megatron_setting_unknown("tokenizer_type"):
         draft.set_key(key, None, "tokenizer_type")
     elif kind != "GPT2BPETokenizer":
         draft.set_key(key, None, ask="the script does not say how many tokens the tokenizer has")
@@ -113,7 +119,7 @@ def _is_gpt2(file: str) -> bool:
     return "gpt2" in file.lower() or set(words) <= {"bpe", "vocab", "json", "gpt", "tokenizer", "txt"}
 
 
-def feed_forward_width(draft: RunDraft) -> int | None:
+def get_megatron_ffn_width(draft: RunYamlDraft) -> int | None:
     """Return the feed-forward width that Megatron-LM flags give.
     By default it is 4 times the hidden size, for SwiGLU two thirds of that in multiples of 64.
 
@@ -121,19 +127,19 @@ def feed_forward_width(draft: RunDraft) -> int | None:
     """
     given: int | None = draft["ffn_hidden_size"]
     hidden: int | None = draft["hidden_size"]
-    if "ffn_hidden_size" in draft or not hidden or draft.is_unknown("multiple_of"):
+    if "ffn_hidden_size" in draft or not hidden or draft.is_megatron_setting_unknown("multiple_of"):
         return given
     if not draft["swiglu"]:
         return 4 * hidden
     if not draft["multiple_of"]:
         return int((4 * hidden * 2 / 3) / 64) * 64
-    if draft.is_unknown("hidden_dim_multiplier"):
+    if draft.is_megatron_setting_unknown("hidden_dim_multiplier"):
         return None
     width = int(int(4 * hidden * 2 / 3) * (draft["hidden_dim_multiplier"] or 1))
     return int(-(-width // draft["multiple_of"]) * draft["multiple_of"])
 
 
-def _default_width(draft: RunDraft) -> str:
+def _default_width(draft: RunYamlDraft) -> str:
     if "ffn_hidden_size" in draft or not draft["hidden_size"]:
         return ""
     if not draft["swiglu"]:
@@ -143,7 +149,7 @@ def _default_width(draft: RunDraft) -> str:
     return "Megatron's default: 8/3 x hidden_size, rounded down to a multiple of 64"
 
 
-def _parts(draft: RunDraft) -> None:
+def _parts(draft: RunYamlDraft) -> None:
     put, biased = draft.set_key, has_linear_biases(draft)
     if not draft.uses_checkpoint_args:
         draft.add_note("not needed", "a checkpoint in the run's own folder has the same model", "use_checkpoint_args")
@@ -176,14 +182,14 @@ def _parts(draft: RunDraft) -> None:
         put("model.sliding_window", draft["sliding_window"], "sliding_window")
 
 
-def has_linear_biases(draft: RunDraft) -> bool:
+def has_linear_biases(draft: RunYamlDraft) -> bool:
     """Return whether Megatron's flags give linear layers biases.
     Megatron-LLM, whose flags have underscores, has its own flags for biases.
     """
     return bool(draft["add_bias_linear"] and (draft["use_bias"] or not draft.arguments.respelled))
 
 
-def _activation(draft: RunDraft) -> None:
+def _activation(draft: RunYamlDraft) -> None:
     for other in MISSING:
         if draft[other]:
             return draft.set_key("model.activation", None, other, ask=f"the activation {other} is not supported")
@@ -206,10 +212,10 @@ def _activation(draft: RunDraft) -> None:
     return draft.set_key("model.activation", "gelu", "bias_gelu_fusion", "add_bias_linear")
 
 
-def _quick_geglu(draft: RunDraft) -> None:
+def _quick_geglu(draft: RunYamlDraft) -> None:
     """Write the gate x sigmoid(1.702 x), which mega has in its clamped form that adds one to the linear half."""
     limit, offset = "activation_func_clamp_value", "glu_linear_offset"
-    if draft.is_enabled(limit) and draft[offset] == 1.0:
+    if draft.is_megatron_setting_enabled(limit) and draft[offset] == 1.0:
         draft.set_key("model.activation", "swiglu", "quick_geglu", offset)
         draft.set_key("model.activation_limit", draft[limit], limit)
         return
@@ -218,10 +224,10 @@ def _quick_geglu(draft: RunDraft) -> None:
     draft.add_note("no equivalent", text, "quick_geglu")
 
 
-def _window(draft: RunDraft) -> None:
+def _window(draft: RunYamlDraft) -> None:
     if MARK.search(draft["window_size"]):
         return draft.set_key(
-            "model.sliding_window", None, "window_size", instead=format_unknown_marks(draft["window_size"])
+            "model.sliding_window", None, "window_size", instead=format_unknown_placeholders(draft["window_size"])
         )
     sizes = [int(number) for number in re.findall(r"-?\d+", draft["window_size"])]
     if len(sizes) != 2 or sizes[0] < 0:
@@ -236,7 +242,7 @@ def _window(draft: RunDraft) -> None:
     return None
 
 
-def _full_attention_layers(draft: RunDraft) -> None:
+def _full_attention_layers(draft: RunYamlDraft) -> None:
     """Write which layers use full attention: every n-th, or those with a zero in the list."""
     key, dest = "model.full_attention_layers", "window_attn_skip_freq"
     further = draft["mtp_num_layers"] or 0
@@ -245,13 +251,13 @@ def _full_attention_layers(draft: RunDraft) -> None:
         draft.set_key(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
 
-def _position_kind(draft: RunDraft) -> str | None:
+def _position_kind(draft: RunYamlDraft) -> str | None:
     """Return the kind of --position-embedding-type; latent attention always has rotary positions."""
     kind: str | None = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
     return "rope" if kind == "none" and draft["multi_latent_attention"] else kind
 
 
-def _position(draft: RunDraft) -> None:
+def _position(draft: RunYamlDraft) -> None:
     kind, latent = _position_kind(draft), draft["multi_latent_attention"]
     known = POSITIONS | ({"relative": "relative"} if is_t5_script(draft) else {})
     if draft["use_alibi_mask"]:
@@ -267,20 +273,20 @@ def _position(draft: RunDraft) -> None:
     return None
 
 
-def _rope(draft: RunDraft, *, yarn: bool) -> None:
+def _rope(draft: RunYamlDraft, *, yarn: bool) -> None:
     put, stretch = draft.set_key, "rotary_seq_len_interpolation_factor"
     base: int | None = draft["rotary_base"]
     put("model.rope.theta", base and float(base), "rotary_base")
-    if draft["multi_latent_attention"] and draft.is_unknown("rope_type"):
+    if draft["multi_latent_attention"] and draft.is_megatron_setting_unknown("rope_type"):
         return put("model.rope.scaling", None, "rope_type")
     if yarn:
         return _yarn(draft)
     if draft["multi_latent_attention"]:  # rotates its own part of the head, completely
-        if draft.is_enabled("mscale_all_dim") and draft["rotary_scaling_factor"] != 1:
+        if draft.is_megatron_setting_enabled("mscale_all_dim") and draft["rotary_scaling_factor"] != 1:
             draft.add_note(
                 "no equivalent", "without YaRN only Megatron scales attention scores by it", "mscale_all_dim"
             )
-        if draft["rotary_percent"] != 1 and not draft.is_unknown("rotary_percent"):
+        if draft["rotary_percent"] != 1 and not draft.is_megatron_setting_unknown("rotary_percent"):
             draft.add_note(
                 "no equivalent", "partial rotary dimensions are not supported with latent attention", "rotary_percent"
             )
@@ -294,13 +300,13 @@ def _rope(draft: RunDraft, *, yarn: bool) -> None:
         put("model.rope.low_freq_factor", 1.0)
         put("model.rope.high_freq_factor", 4.0)
         put("model.rope.original_max_position", 8192)
-    elif draft[stretch] not in (None, 1) or draft.is_unknown(stretch):
+    elif draft[stretch] not in (None, 1) or draft.is_megatron_setting_unknown(stretch):
         put("model.rope.scaling", "linear", stretch)
         put("model.rope.factor", draft[stretch] and float(draft[stretch]), stretch)
     return None
 
 
-def _yarn(draft: RunDraft) -> None:
+def _yarn(draft: RunYamlDraft) -> None:
     """Write YaRN, which rotates whole heads; latent attention ignores its flags."""
     put, original, whole = draft.set_key, "yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"
     if draft["multi_latent_attention"] and "rope_type" not in draft:
@@ -311,24 +317,24 @@ def _yarn(draft: RunDraft) -> None:
     if draft["multi_latent_attention"]:
         put("model.rope.original_max_position", 4096)
     else:
-        put("model.rope.original_max_position", draft.get_setting(original, 4096), original)
+        put("model.rope.original_max_position", draft.get_megatron_setting(original, 4096), original)
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             dest = f"yarn_{name}"
-            put(f"model.rope.{name}", draft.get_setting(dest, default), dest)
+            put(f"model.rope.{name}", draft.get_megatron_setting(dest, default), dest)
         if whole in draft:
             put("model.rope.truncate", draft[whole], whole)
     factors = {name: draft[name] for name in ("mscale", "mscale_all_dim")}
-    if all(factors.values()) or any(map(draft.is_unknown, factors)):
+    if all(factors.values()) or any(map(draft.is_megatron_setting_unknown, factors)):
         for name, factor in factors.items():
             put(f"model.rope.{name}", factor, name)
     elif factors != {"mscale": 1.0, "mscale_all_dim": 0.0}:
         draft.add_note("no equivalent", "YaRN's mscale and mscale_all_dim are only supported together", *factors)
 
 
-def _latents(draft: RunDraft) -> None:
+def _latents(draft: RunYamlDraft) -> None:
     put = draft.set_key
     put("model.mla.kv_lora_rank", draft["kv_lora_rank"], "kv_lora_rank", "multi_latent_attention")
-    if draft.is_enabled("q_lora_rank"):
+    if draft.is_megatron_setting_enabled("q_lora_rank"):
         put("model.mla.q_lora_rank", draft["q_lora_rank"], "q_lora_rank")
     put("model.mla.qk_nope_head_dim", draft["qk_head_dim"], "qk_head_dim")
     put("model.mla.qk_rope_head_dim", draft["qk_pos_emb_head_dim"], "qk_pos_emb_head_dim")
@@ -340,7 +346,7 @@ def _latents(draft: RunDraft) -> None:
     put("model.rope.interleaved", True, because="as Megatron's latent attention always does")
 
 
-def _dropout_and_init(draft: RunDraft) -> None:
+def _dropout_and_init(draft: RunYamlDraft) -> None:
     put = draft.set_key
     put("model.embedding_dropout", draft["hidden_dropout"], "hidden_dropout")
     put("model.attention_dropout", draft["attention_dropout"], "attention_dropout")

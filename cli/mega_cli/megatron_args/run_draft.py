@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import yaml
 
-from mega_cli.megatron_args.flag_tables import CommandSettings, GivenFlag
-from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
+from mega_cli.megatron_args.flag_tables import MegatronCommandSettings, ParsedMegatronFlag
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_placeholders
 from mega_common.bounded_parsing import parse_json_text
 
 # Sections without effect on the numerics, or read here; optimizer and schedule are made by the script itself.
@@ -27,7 +27,7 @@ KNOWN = frozenset(
 
 
 @dataclass(frozen=True)
-class DeepSpeedConfigFile:
+class DeepSpeedConfigValues:
     """Values of the DeepSpeed configuration file that a launch script names; `name` is empty without a file.
 
     Attributes:
@@ -70,7 +70,7 @@ class DeepSpeedConfigFile:
         return node
 
 
-def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigFile | None:
+def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigValues | None:
     """Parse the text of a DeepSpeed configuration file.
     Returns None if it is not a JSON object, such as a template that a program fills.
     """
@@ -78,7 +78,7 @@ def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigFile | None:
         values = parse_json_text(MARK.sub("null", text))
     except ValueError:
         return None
-    return DeepSpeedConfigFile(name, values) if isinstance(values, dict) else None
+    return DeepSpeedConfigValues(name, values) if isinstance(values, dict) else None
 
 
 NoteKind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
@@ -105,7 +105,7 @@ OF_THE_RUN = ("dropout", "init")
 
 
 @dataclass(frozen=True)
-class FlagNote:
+class FlagTranslationNote:
     """Note in the header of run.yaml on the translation of a flag, or a general remark.
 
     Attributes:
@@ -122,7 +122,7 @@ class FlagNote:
     key: str | None = None
 
 
-class RunDraft:
+class RunYamlDraft:
     """A run.yaml under translation from a Megatron training command: the keys set so far, and notes on the translation.
 
     Attributes:
@@ -136,17 +136,17 @@ class RunDraft:
 
     def __init__(
         self,
-        arguments: CommandSettings,
+        arguments: MegatronCommandSettings,
         ranks: int | None,
         program: str = "",
-        deepspeed_file: DeepSpeedConfigFile | None = None,
+        deepspeed_file: DeepSpeedConfigValues | None = None,
     ) -> None:
         self.arguments, self.ranks, self.program = arguments, ranks, program
-        self.deepspeed_file = deepspeed_file or DeepSpeedConfigFile()
+        self.deepspeed_file = deepspeed_file or DeepSpeedConfigValues()
         self.run: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self._flags: dict[str, FlagNote] = {}
-        self._general: list[FlagNote] = []
+        self._flags: dict[str, FlagTranslationNote] = {}
+        self._general: list[FlagTranslationNote] = []
 
     def __getitem__(self, dest: str) -> Any:
         return self.arguments[dest]
@@ -154,15 +154,15 @@ class RunDraft:
     def __contains__(self, dest: str) -> bool:
         return dest in self.arguments
 
-    def get_setting(self, dest: str, default: Any) -> Any:
+    def get_megatron_setting(self, dest: str, default: Any) -> Any:
         """Return the value that the Megatron command gives setting `dest`, or `default` if it gives none."""
         return self.arguments[dest] if dest in self.arguments.given else default
 
-    def is_enabled(self, dest: str) -> bool:
+    def is_megatron_setting_enabled(self, dest: str) -> bool:
         """Return whether Megatron setting `dest` is on: nonzero and nonempty, or given with an unknown value."""
-        return bool(self[dest]) or self.is_unknown(dest)
+        return bool(self[dest]) or self.is_megatron_setting_unknown(dest)
 
-    def is_unknown(self, dest: str) -> bool:
+    def is_megatron_setting_unknown(self, dest: str) -> bool:
         """Return whether the Megatron command gives setting `dest` with an unknown value.
         An example is an unset shell variable.
         """
@@ -180,7 +180,7 @@ class RunDraft:
         return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
 
     @property
-    def collect_notes(self) -> list[FlagNote]:
+    def collect_notes(self) -> list[FlagTranslationNote]:
         """General notes, then one note for each flag in the order of the command."""
         flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
         once = {(note.flag, note.line): note for note in reversed(flags)}
@@ -199,13 +199,13 @@ class RunDraft:
         found = [given for dest in dests if (given := self.arguments.given.get(dest))]
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
         for given in found:
-            self._flags.setdefault(given.flag.dest, FlagNote("translated", key, str(given), given.line, key))
+            self._flags.setdefault(given.flag.dest, FlagTranslationNote("translated", key, str(given), given.line, key))
         if not found and (doubt := self._default_doubt(key)):
             value, ask = None, doubt
         if value is None:
             reason = self._leave_open(key, found, ask)
             value = (instead or _shown_values(found) or reason) if key in OPTIONAL else None
-        if unset := dict.fromkeys(map(format_unknown_marks, _marks(value))):
+        if unset := dict.fromkeys(map(format_unknown_placeholders, _marks(value))):
             self.add_note(
                 "open", f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set in the script", key=key
             )
@@ -215,7 +215,7 @@ class RunDraft:
             node = node.setdefault(parent, {})
         node[last] = _plain(value)
 
-    def set_key_from_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
+    def set_key_from_deepspeed_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
         """Set a dotted key of run.yaml to a value found in DeepSpeed's configuration file.
         The file is at `path`; a note is added if the Megatron flags in `dests` give another value, `flags`.
         """
@@ -234,7 +234,7 @@ class RunDraft:
             "set by the checkpoint, because of --use-checkpoint-args" if of_model and self.uses_checkpoint_args else ""
         )
 
-    def _leave_open(self, key: str, found: Sequence[GivenFlag], ask: str) -> str:
+    def _leave_open(self, key: str, found: Sequence[ParsedMegatronFlag], ask: str) -> str:
         """Leave a key to be filled in, with the reason, which is returned."""
         faults = [fault for given in found if (fault := given.why_unknown_value or given.why_invalid_value)]
         reason = faults[0] if faults else ask
@@ -248,14 +248,14 @@ class RunDraft:
         """
         for given in filter(None, map(self.arguments.given.get, dests)):
             before = self._flags.get(given.flag.dest)
-            note = FlagNote(kind, text, str(given), given.line, before.key if before else key)
+            note = FlagTranslationNote(kind, text, str(given), given.line, before.key if before else key)
             self._flags[given.flag.dest] = note
         if not dests:
-            self._general.append(FlagNote(kind, text, key=key))
+            self._general.append(FlagTranslationNote(kind, text, key=key))
 
     def add_line_remark(self, line: int, text: str) -> None:
         """Add to run.yaml's header a note, for the user to decide, on a line of the launch script."""
-        self._general.append(FlagNote("open", f"line {line}: {text}", line=line))
+        self._general.append(FlagTranslationNote("open", f"line {line}: {text}", line=line))
 
     def add_problem(self, dest: str, rule: str) -> None:
         """Record that the value of a Megatron flag violates a rule.
@@ -265,14 +265,14 @@ class RunDraft:
 
     def note_untranslated_flags(self) -> None:
         """Add a note on each given flag of Megatron-LM that set no key of run.yaml and has no note yet."""
-        handling = load_flag_handling()
+        handling = load_untranslated_flag_notes()
         for dest, given in self.arguments.given.items():
             if dest not in self._flags:
                 self._flags[dest] = _handled(given, handling)
 
 
 @cache
-def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
+def load_untranslated_flag_notes() -> tuple[tuple[str, NoteKind, str], ...]:
     """Return the notes on Megatron flags that set no key of run.yaml.
     They are from mega's table `handling.yaml`: (glob pattern of the flag's name, kind of note, text).
     """
@@ -283,30 +283,32 @@ def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
     )
 
 
-def _other(given: GivenFlag) -> FlagNote:
+def _other(given: ParsedMegatronFlag) -> FlagTranslationNote:
     hint = f" ({given.flag.dest})" if given.flag.dest else ""
     text = f"is not a flag of Megatron-LM; check if it changes the model or the run{hint}"
-    return FlagNote("open", text, str(given), given.line)
+    return FlagTranslationNote("open", text, str(given), given.line)
 
 
-def _handled(given: GivenFlag, handling: Iterable[tuple[str, NoteKind, str]]) -> FlagNote:
+def _handled(given: ParsedMegatronFlag, handling: Iterable[tuple[str, NoteKind, str]]) -> FlagTranslationNote:
     found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
     kind, why = next(
         found, ("open", given.why_unknown_value or "is not translated; check if it changes the model or the run")
     )
-    note = FlagNote(kind, why, str(given), given.line)
+    note = FlagTranslationNote(kind, why, str(given), given.line)
     if kind == "no equivalent" and not given.why_unknown_value and given.parsed_value() == given.flag.default_value():
         return replace(note, kind="not needed", text="this is Megatron's default")
     return note
 
 
-def _shown_values(found: Sequence[GivenFlag]) -> str:
-    return " ".join(format_unknown_marks(value) for given in found if given.unset_parameters for value in given.values)
+def _shown_values(found: Sequence[ParsedMegatronFlag]) -> str:
+    return " ".join(
+        format_unknown_placeholders(value) for given in found if given.unset_shell_variables for value in given.values
+    )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return format_unknown_marks(value)
+        return format_unknown_placeholders(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

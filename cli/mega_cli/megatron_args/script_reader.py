@@ -10,14 +10,14 @@ from pathlib import Path
 from tree_sitter import Node
 
 from mega_cli.megatron_args.assignments import (
-    interpret_assignment,
     interpret_assignment_line,
     interpret_declare_builtin,
+    interpret_shell_assignment,
     interpret_unset_builtin,
 )
 from mega_cli.megatron_args.conditions import (
-    ConditionOperand,
     KnownTruth,
+    ShellConditionOperand,
     three_valued_and,
     three_valued_not,
     three_valued_or,
@@ -31,13 +31,13 @@ from mega_cli.megatron_args.control_flow import (
 )
 from mega_cli.megatron_args.script_state import STEPS, ScriptResult, ShellInterpreter, Statement
 from mega_cli.megatron_args.shell_commands import interpret_redirection, interpret_shell_command, read_redirected_input
-from mega_cli.megatron_args.shell_patterns import quote_pattern
+from mega_cli.megatron_args.shell_patterns import escape_shell_pattern
 from mega_cli.megatron_args.shell_words import CLOSE, OPEN, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
     VALUES,
     condition_leaves,
-    group_adjacent,
-    node_text,
+    get_node_source_text,
+    group_adjacent_syntax_nodes,
 )
 from mega_common.errors import ConfigError
 
@@ -57,7 +57,7 @@ def _compound(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `{ ... }` or `(( ... ))`."""
     if node.children[0].type != "((":
         return reader.interpret_statements(node.named_children)
-    value = reader.evaluate_expression(reader.words.source_from(node, 2, 2))
+    value = reader.evaluate_arithmetic_expression(reader.words.expand_node_source(node, 2, 2))
     return None if value is None else value != 0
 
 
@@ -70,7 +70,7 @@ def _list(reader: ShellInterpreter, node: Node) -> KnownTruth:
 
 def _joined(reader: ShellInterpreter, status: KnownTruth, left: Node, sign: str, right: Node) -> KnownTruth:
     if status is None and left.type not in ("test_command", "list", "compound_statement"):
-        status = None if ASKING.match(node_text(left)) else True  # commands are assumed to succeed
+        status = None if ASKING.match(get_node_source_text(left)) else True  # commands are assumed to succeed
     if status is not None and status == (sign == "||"):
         return status
     if status is not None:
@@ -104,7 +104,7 @@ def _negated(reader: ShellInterpreter, node: Node) -> KnownTruth:
 def _define(reader: ShellInterpreter, node: Node) -> KnownTruth:
     name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
     if name and body:
-        reader.functions[node_text(name)] = (body, reader.words.place)
+        reader.functions[get_node_source_text(name)] = (body, reader.words.place)
     return True
 
 
@@ -112,11 +112,11 @@ def _command(reader: ShellInterpreter, node: Node) -> KnownTruth:
     words, before, entered = reader.words, dict(reader.words.variables), reader.entered
     prefixes = [child for child in node.named_children if child.type == "variable_assignment"]
     names = [child.children[0] for child in node.children_by_field_name("name")]
-    parts = group_adjacent([*names, *node.children_by_field_name("argument")], every=True)
-    fields = [word for group in parts for word in words.expand_fields(*group)]
+    parts = group_adjacent_syntax_nodes([*names, *node.children_by_field_name("argument")], every=True)
+    fields = [word for group in parts for word in words.expand_to_words(*group)]
     for child in node.named_children:
         if child.type == "variable_assignment":
-            interpret_assignment(reader, child)
+            interpret_shell_assignment(reader, child)
         elif child.type == "herestring_redirect":
             read_redirected_input(reader, child)
     try:
@@ -124,7 +124,7 @@ def _command(reader: ShellInterpreter, node: Node) -> KnownTruth:
     finally:
         if any(child.type == "herestring_redirect" for child in node.named_children):
             reader.entered = entered
-        for name in [node_text(prefix).partition("=")[0] for prefix in prefixes] if fields else []:
+        for name in [get_node_source_text(prefix).partition("=")[0] for prefix in prefixes] if fields else []:
             words.variables.pop(name, None)
             words.variables |= {name: before[name]} if name in before else {}
 
@@ -132,18 +132,21 @@ def _command(reader: ShellInterpreter, node: Node) -> KnownTruth:
 def _test(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `[ ... ]` and `[[ ... ]]`."""
     double = node.children[0].type == "[["
-    found: list[ConditionOperand] = []
-    for group in group_adjacent(list(condition_leaves(node))[1:-1]):
+    found: list[ShellConditionOperand] = []
+    for group in group_adjacent_syntax_nodes(list(condition_leaves(node))[1:-1]):
         if group[0].type not in VALUES:
-            found.append(ConditionOperand(node_text(group[0]), ""))
+            found.append(ShellConditionOperand(get_node_source_text(group[0]), ""))
         elif double:
-            regex = node_text(group[0]) if group[0].type == "regex" else ""
+            regex = get_node_source_text(group[0]) if group[0].type == "regex" else ""
             found.append(
-                ConditionOperand(reader.words.expand_text(*group), regex or reader.words.expand_pattern(*group))
+                ShellConditionOperand(
+                    reader.words.expand_to_text(*group), regex or reader.words.expand_to_shell_pattern(*group)
+                )
             )
         else:
             found += [
-                ConditionOperand(word.text, quote_pattern(word.text)) for word in reader.words.expand_fields(*group)
+                ShellConditionOperand(word.text, escape_shell_pattern(word.text))
+                for word in reader.words.expand_to_words(*group)
             ]
     return reader.evaluate_condition(found, node)
 
@@ -154,7 +157,7 @@ def _skip_branch() -> None:
 
 STATEMENTS: dict[str, Statement] = {
     "command": _command,
-    "variable_assignment": interpret_assignment,
+    "variable_assignment": interpret_shell_assignment,
     "variable_assignments": interpret_assignment_line,
     "declaration_command": interpret_declare_builtin,
     "unset_command": interpret_unset_builtin,

@@ -10,20 +10,20 @@ from pathlib import Path, PurePosixPath
 
 from tree_sitter import Node
 
-from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
+from mega_cli.megatron_args.arithmetic import evaluate_bash_arithmetic
 from mega_cli.megatron_args.conditions import (
-    ConditionEvaluator,
-    ConditionOperand,
     KnownTruth,
+    ShellConditionEvaluator,
+    ShellConditionOperand,
 )
-from mega_cli.megatron_args.script_variables import VariableValue, merge_branch_values, word_texts
+from mega_cli.megatron_args.script_variables import VariableValue, get_shell_value_texts, merge_branch_values
 from mega_cli.megatron_args.shell_words import MARK, PARSED, CharacterBudget, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
     find_syntax_errors,
-    node_text,
-    parse_script,
+    get_node_source_text,
+    parse_shell_script,
 )
-from mega_cli.megatron_args.word_expansion import WordExpander
+from mega_cli.megatron_args.word_expansion import ShellWordExpander
 from mega_common.errors import ConfigError
 
 STEPS = 20_000  # statements of a script, in all rounds of its loops
@@ -61,7 +61,7 @@ class ScriptResult:
     files: dict[str, str] = field(default_factory=dict)
     budget: CharacterBudget = field(default_factory=CharacterBudget)
 
-    def write_file(self, name: str, text: str, *, append: bool = False) -> None:
+    def record_written_file(self, name: str, text: str, *, append: bool = False) -> None:
         """Record the text that the interpreted shell script would write or append to a file.
         It is recorded in `files` under `name`; nothing is written to disk.
         """
@@ -102,7 +102,7 @@ class ShellInterpreter:
     def __init__(self, script: ScriptResult, statements: Mapping[str, Statement]) -> None:
         self.script = script
         self.statements = statements
-        self.words = WordExpander(substitute=self._substitute_command, budget=script.budget)
+        self.words = ShellWordExpander(substitute=self._substitute_command, budget=script.budget)
         self.functions: dict[str, tuple[Node, tuple[int, bool]]] = {}
         self.launcher: list[ShellWord] = []
         self.entered: str | None = None
@@ -122,11 +122,11 @@ class ShellInterpreter:
             raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
         self.script.budget.spend_characters(PARSED * len(text) + len(self.words.marks))
         self.script.texts.append(text)
-        root = parse_script(self.words.number_unknown_marks(text))
+        root = parse_shell_script(self.words.index_unknown_placeholders(text))
         try:
-            with self.enter_level(), self.words.enter_nested_script((line, flat), arguments):
+            with self.enter_nesting_level(), self.words.enter_nested_script((line, flat), arguments):
                 for node in find_syntax_errors(root):
-                    self.add_remark(node, f"{node_text(node).strip()[:40]!r} is not valid shell syntax here")
+                    self.add_remark(node, f"{get_node_source_text(node).strip()[:40]!r} is not valid shell syntax here")
                 return self.interpret_statements(root.named_children)
         except ShellControlFlowException:
             return None
@@ -156,7 +156,7 @@ class ShellInterpreter:
         self.printed.append(None)
         return self.interpret_statements([child for child in node.named_children if child.type in self.statements])
 
-    def evaluate_expression(self, text: str) -> int | None:
+    def evaluate_arithmetic_expression(self, text: str) -> int | None:
         """Return the value of a shell arithmetic expression and carry out its assignments.
         Returns None if the value is unknown, and then every variable that it sets becomes unknown.
         """
@@ -164,7 +164,7 @@ class ShellInterpreter:
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
                 self.words.assign_number(name, None)
             return None
-        return evaluate_arithmetic(text, self.words)
+        return evaluate_bash_arithmetic(text, self.words)
 
     def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
         """Return the output of interpreted shell statements, and whether they succeed.
@@ -202,12 +202,12 @@ class ShellInterpreter:
                 node, f"it is unknown if {condition}: {named} {'is' if len(differing) == 1 else 'are'} left open"
             )
 
-    def call_function(self, name: str, arguments: list[ShellWord]) -> KnownTruth:
+    def interpret_function_call(self, name: str, arguments: list[ShellWord]) -> KnownTruth:
         """Interpret a call of a function that the script defines; return whether it succeeds, or None if unknown."""
         body, place = self.functions[name]
         self.locals.append({})
         try:
-            with self.enter_level(), self.words.enter_nested_script(place, arguments):
+            with self.enter_nesting_level(), self.words.enter_nested_script(place, arguments):
                 return self.interpret_shell_statement(body)
         except ShellControlFlowException as leave:
             if leave.args[0] != "return":
@@ -221,7 +221,7 @@ class ShellInterpreter:
                     self.words.variables[variable] = value
 
     @contextmanager
-    def enter_level(self) -> Iterator[None]:
+    def enter_nesting_level(self) -> Iterator[None]:
         """Enter one level of nested functions, substitutions or scripts.
         Too deep a level raises `ShellControlFlowException("return")`.
         """
@@ -237,20 +237,20 @@ class ShellInterpreter:
         """Return the output of `$(...)`."""
         before = dict(self.words.variables)
         try:
-            with self.enter_level():
+            with self.enter_nesting_level():
                 return self.capture_output(lambda: self.interpret_statements(node.named_children))[0]
         except ShellControlFlowException:
             return None
         finally:
             self.words.variables = before
 
-    def evaluate_condition(self, operands: Sequence[ConditionOperand], node: Node) -> KnownTruth:
+    def evaluate_condition(self, operands: Sequence[ShellConditionOperand], node: Node) -> KnownTruth:
         """Return the truth of a shell condition `[ ... ]` or `[[ ... ]]`, given as its words, or None if unknown."""
-        return ConditionEvaluator(
-            operands, lambda text: self.comparison_text(text, node), self.evaluate_expression
+        return ShellConditionEvaluator(
+            operands, lambda text: self.expand_condition_operand(text, node), self.evaluate_arithmetic_expression
         ).evaluate()
 
-    def comparison_text(self, text: str, node: Node) -> str | None:
+    def expand_condition_operand(self, text: str, node: Node) -> str | None:
         """Return an operand of a shell condition with its variables and quotes resolved, or None for unknown values.
         Unset variables count as empty, with a remark on the line of `node`.
         """
@@ -264,4 +264,4 @@ class ShellInterpreter:
 
 
 def _differ(one: VariableValue | None, other: VariableValue | None) -> bool:
-    return one is not other and word_texts(one) != word_texts(other)
+    return one is not other and get_shell_value_texts(one) != get_shell_value_texts(other)

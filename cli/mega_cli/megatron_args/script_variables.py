@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tree_sitter import Node
 
-from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
+from mega_cli.megatron_args.arithmetic import evaluate_bash_arithmetic
 from mega_cli.megatron_args.shell_words import (
     CLOSE,
     EXPRESSION,
@@ -19,7 +19,7 @@ from mega_cli.megatron_args.shell_words import (
     OPEN,
     CharacterBudget,
     ShellWord,
-    make_unknown_mark,
+    make_unknown_placeholder,
 )
 
 VariableValue = dict[str, ShellWord]  # by index or key; a plain variable has the key "0"
@@ -59,7 +59,7 @@ class ScriptVariables:
         first, flat = self.place
         return first if flat else first + node.start_point[0]
 
-    def number_unknown_marks(self, text: str) -> str:
+    def index_unknown_placeholders(self, text: str) -> str:
         """Return a text in which the marks that stand for unknown values are replaced by numbered ones.
         They are replaced because their names may contain characters that the shell parser rejects.
         """
@@ -67,9 +67,9 @@ class ScriptVariables:
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
 
-    def restore_unknown_marks(self, text: str) -> str:
-        """Return a text in which the numbered marks of unknown values (from `number_unknown_marks`) have their names again."""
-        return NUMBERED.sub(lambda match: make_unknown_mark(self.marks[int(match[1])]), text)
+    def restore_unknown_placeholders(self, text: str) -> str:
+        """Return a text in which the numbered marks of unknown values (from `index_unknown_placeholders`) have their names again."""
+        return NUMBERED.sub(lambda match: make_unknown_placeholder(self.marks[int(match[1])]), text)
 
     @contextmanager
     def enter_nested_script(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
@@ -96,7 +96,7 @@ class ScriptVariables:
         """Set a variable of the script, unless it was defined from outside, such as by `--define`."""
         self.budget.spend_characters(1 + len(value))
         if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
-            value = {"0": ShellWord(make_unknown_mark("{" + name + "}"), self.place[0])}
+            value = {"0": ShellWord(make_unknown_placeholder("{" + name + "}"), self.place[0])}
         if name not in self.defined:
             self.variables[name] = value
             self.awaited.discard(name)
@@ -117,17 +117,19 @@ class ScriptVariables:
 
     def assign_number(self, name: str, value: str | None) -> None:
         """Set a shell variable to the result of an arithmetic assignment; None marks its value as unknown."""
-        self.set_text_variable(name, make_unknown_mark("{" + name + "}") if value is None else value, self.place[0])
+        self.set_text_variable(
+            name, make_unknown_placeholder("{" + name + "}") if value is None else value, self.place[0]
+        )
 
     def evaluate_array_index(self, text: str) -> str | None:
         """Return the key of a shell array's element, given by an arithmetic expression.
         Returns None if its value is unknown.
         """
-        number = None if MARK.search(text) else evaluate_arithmetic(text, self)
+        number = None if MARK.search(text) else evaluate_bash_arithmetic(text, self)
         return None if number is None else str(number)
 
 
-def word_texts(value: VariableValue | None) -> dict[str, str] | None:
+def get_shell_value_texts(value: VariableValue | None) -> dict[str, str] | None:
     """Return the texts of a shell variable's elements by key, without their line numbers; None for None."""
     return None if value is None else {key: word.text for key, word in value.items()}
 
@@ -136,9 +138,9 @@ def merge_branch_values(name: str, values: Sequence[VariableValue | None], line:
     """Merge the values that a shell variable has after several branches.
     The script may take any of them, so the result is their common prefix, with a mark for the unknown rest.
     """
-    mark = make_unknown_mark("{" + name + "}")
+    mark = make_unknown_placeholder("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):
-        same = dict(_common_prefix([list((word_texts(value) or {}).items()) for value in values]))
+        same = dict(_common_prefix([list((get_shell_value_texts(value) or {}).items()) for value in values]))
         first = next(filter(None, values))
         return {**{key: first[key] for key in same}, str(len(same)): ShellWord(mark, line)}
     texts = [value["0"].text if value else "" for value in values]

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from tree_sitter import Node
 
-from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
+from mega_cli.megatron_args.conditions import KnownTruth, ShellConditionOperand
 from mega_cli.megatron_args.script_state import ShellControlFlowException, ShellInterpreter
-from mega_cli.megatron_args.shell_patterns import quote_pattern
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
-from mega_cli.megatron_args.syntax_tree import node_text, stdout_redirection
-from mega_cli.megatron_args.text_tools import COMMANDS, simulate_output
+from mega_cli.megatron_args.shell_patterns import escape_shell_pattern
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_placeholders
+from mega_cli.megatron_args.syntax_tree import get_node_source_text, stdout_redirection
+from mega_cli.megatron_args.text_tools import COMMANDS, simulate_shell_command_output
 
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
@@ -44,11 +44,11 @@ def interpret_shell_command(reader: ShellInterpreter, words: list[ShellWord], no
         del words[0]
     name, arguments = words[0].text, [word.text for word in words[1:]]
     if name in reader.functions:
-        return reader.call_function(name, words[1:])
+        return reader.interpret_function_call(name, words[1:])
     if name in BUILTINS:
         return BUILTINS[name](reader, words, node)
     if name in COMMANDS:
-        output = simulate_output(name, *_split_read_files(reader, name, arguments))
+        output = simulate_shell_command_output(name, *_split_read_files(reader, name, arguments))
         reader.words.budget.spend_characters(len(output or ""))
         reader.printed.append(output)
         return name != "false"
@@ -120,7 +120,7 @@ def _source(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> Kno
     if text is None:
         if not SURROUNDINGS.fullmatch(name):
             reader.add_remark(
-                node, f"the file of `{format_unknown_marks(' '.join(word.text for word in words))}` was not read"
+                node, f"the file of `{format_unknown_placeholders(' '.join(word.text for word in words))}` was not read"
             )
         return None
     return reader.interpret_source(text, words[0].line, words[2:] or None)
@@ -188,16 +188,16 @@ def _mapfile(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> Kn
 def _let(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     value: int | None = None
     for word in words[1:]:
-        value = reader.evaluate_expression(word.text)
+        value = reader.evaluate_arithmetic_expression(word.text)
     return None if value is None else value != 0
 
 
 def _printf(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     texts = [word.text for word in words[1:]]
     if texts[:1] != ["-v"] or len(texts) < 3:
-        reader.printed.append(simulate_output("printf", texts, None))
+        reader.printed.append(simulate_shell_command_output("printf", texts, None))
         return True
-    output = simulate_output("printf", texts[2:], None)
+    output = simulate_shell_command_output("printf", texts[2:], None)
     if output is None:
         reader.words.assign_number(texts[1], None)
     else:
@@ -209,14 +209,14 @@ def _tee(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownT
     if reader.entered is not None:
         for word in words[1:]:
             if not word.text.startswith("-"):
-                reader.script.write_file(word.text, reader.entered)
+                reader.script.record_written_file(word.text, reader.entered)
     reader.printed.append(reader.entered)
     return True
 
 
 def _test(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     return reader.evaluate_condition(
-        [ConditionOperand(word.text, quote_pattern(word.text)) for word in words[1:]], node
+        [ShellConditionOperand(word.text, escape_shell_pattern(word.text)) for word in words[1:]], node
     )
 
 
@@ -257,8 +257,8 @@ def interpret_redirection(reader: ShellInterpreter, node: Node) -> KnownTruth:
             return reader.interpret_statements([body, *after])
         text, status = reader.capture_output(lambda: reader.interpret_shell_statement(body))
         if writing is not None and text is not None:
-            name = reader.words.expand_text(writing.named_children[-1])
-            reader.script.write_file(name, text, append=writing.children[0].type == ">>")
+            name = reader.words.expand_to_text(writing.named_children[-1])
+            reader.script.record_written_file(name, text, append=writing.children[0].type == ">>")
         reader.entered = text
         return reader.interpret_statements([*further, *after]) if further or after else status
     finally:
@@ -270,12 +270,12 @@ def read_redirected_input(reader: ShellInterpreter, redirect: Node) -> None:
     The redirection is `< file`, a here-document or a here-string.
     """
     if redirect.type == "herestring_redirect":
-        reader.entered = reader.words.expand_text(redirect.named_children[-1]) + "\n"
+        reader.entered = reader.words.expand_to_text(redirect.named_children[-1]) + "\n"
     elif redirect.type == "heredoc_redirect":
         body = next((child for child in redirect.named_children if child.type == "heredoc_body"), None)
-        start = next(node_text(child) for child in redirect.named_children if child.type == "heredoc_start")
+        start = next(get_node_source_text(child) for child in redirect.named_children if child.type == "heredoc_start")
         literal = re.search(r"[\"'\\]", start)
         text = "" if body is None else reader.words.expand_heredoc(body, literal=literal is not None)
         reader.entered = re.sub(r"(?m)^\t+", "", text) if redirect.children[0].type == "<<-" else text
     elif redirect.children[0].type == "<":
-        reader.entered = reader.script.read_file(reader.words.expand_text(redirect.named_children[-1]))
+        reader.entered = reader.script.read_file(reader.words.expand_to_text(redirect.named_children[-1]))

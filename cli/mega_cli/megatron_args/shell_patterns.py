@@ -34,7 +34,7 @@ def search_extended_regex(pattern: str, text: str) -> bool | None:
         return None
 
 
-def matches_whole_text(pattern: str, text: str) -> bool | None:
+def is_regex_fullmatch(pattern: str, text: str) -> bool | None:
     """Return whether a regular expression matches all of a text, or None if RE2 does not support it."""
     try:
         return _compiled(pattern).fullmatch(text) is not None
@@ -104,16 +104,18 @@ LETTERS: dict[str, Callable[[str], str]] = {
 TOKEN = re.compile(r"\\.|\[[!^]?\]?(?:\[:\w+:\]|[^]])*\]|.", re.DOTALL)
 
 
-def quote_pattern(text: str) -> str:
+def escape_shell_pattern(text: str) -> str:
     """Return a shell pattern that matches only this text."""
     return re.sub(r"([*?[\\])", r"\\\1", text)
 
 
-def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
+def convert_pieces_to_shell_pattern(pieces: Sequence[WordPiece | None]) -> str:
     """Return a shell word as one shell pattern in which quoted text is literal.
     The word is given as its quoted and unquoted pieces.
     """
-    return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
+    return "".join(
+        escape_shell_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece
+    )
 
 
 def convert_shell_pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False) -> str | None:
@@ -137,10 +139,10 @@ def convert_shell_pattern_to_regex(pattern: str, *, repeat: str = "*", backwards
     return "(?s:" + "".join(reversed(tokens) if backwards else tokens) + ")"
 
 
-def matches_pattern(text: str, pattern: str) -> bool | None:
+def matches_shell_pattern(text: str, pattern: str) -> bool | None:
     """Return whether a shell pattern matches the whole text, or None if the pattern is not supported."""
     regex = convert_shell_pattern_to_regex(pattern)
-    return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
+    return None if regex is None or MARK.search(text + pattern) else is_regex_fullmatch(regex, text)
 
 
 def apply_parameter_expansion(
@@ -152,7 +154,7 @@ def apply_parameter_expansion(
     if operator in LETTERS and not pieces:
         return None if MARK.search(text) else LETTERS[operator](text)
     if operator in ("#", "##", "%", "%%"):
-        return _trimmed(text, operator, pieces_to_pattern(pieces))
+        return _trimmed(text, operator, convert_pieces_to_shell_pattern(pieces))
     return _replaced(text, operator, pieces, spend) if operator in ("/", "//", "/#", "/%") else None
 
 
@@ -186,8 +188,8 @@ def _replaced(text: str, operator: str, pieces: Sequence[WordPiece | None], spen
         return None  # the text that matches from bash 5.2 on, and itself before
     if not any(piece.text for piece in before):  # matches the empty text at an anchor, and nothing elsewhere
         return {"/#": instead + text, "/%": text + instead}.get(operator, text)
-    regex = convert_shell_pattern_to_regex(pieces_to_pattern(before))
-    if regex is None or MARK.search(text + pieces_to_pattern(before)):
+    regex = convert_shell_pattern_to_regex(convert_pieces_to_shell_pattern(before))
+    if regex is None or MARK.search(text + convert_pieces_to_shell_pattern(before)):
         return None
     regex = {"/#": rf"\A{regex}", "/%": rf"{regex}\z"}.get(operator, regex)
     return replace_longest_matches(regex, instead, text, spend, every=operator == "//")

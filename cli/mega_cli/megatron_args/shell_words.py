@@ -33,14 +33,14 @@ class WordPiece(NamedTuple):
     line: int
 
 
-def make_unknown_mark(name: str) -> str:
+def make_unknown_placeholder(name: str) -> str:
     """Return the mark that stands for an unknown value in expanded shell text.
     `name` is `NAME`, `(command)`, `((expression))` or `{NAME}`.
     """
-    return f"{OPEN}{format_unknown_marks(name)}{CLOSE}"
+    return f"{OPEN}{format_unknown_placeholders(name)}{CLOSE}"
 
 
-def format_unknown_marks(text: str) -> str:
+def format_unknown_placeholders(text: str) -> str:
     """Return a text with each mark of an unknown value written as in the script: `$NAME`."""
     return MARK.sub(r"$\1", text)
 
@@ -51,19 +51,19 @@ def is_unset_parameter(text: str) -> bool:
     return match is not None and (match[1].isidentifier() or match[1].isdigit())
 
 
-def explain_unknown(text: str) -> str:
+def explain_unknown_flag_value(text: str) -> str:
     """Return a sentence on why a Megatron flag's value is unknown.
     It names the unset variable or unknown command in the value, else a placeholder such as `<path>`.
     """
     match = MARK.search(text)
     name = match[1] if match else ""
     if name.startswith("(("):
-        return f"{format_unknown_marks(text)} is computed from variables that the script does not set"
+        return f"{format_unknown_placeholders(text)} is computed from variables that the script does not set"
     if name.startswith(("(", "`")):
-        return f"{format_unknown_marks(text)} is the output of a command, and commands are not executed"
+        return f"{format_unknown_placeholders(text)} is the output of a command, and commands are not executed"
     if name[1:-1].isidentifier() and name.startswith("{"):
-        return f"the value of {format_unknown_marks(text)} could not be followed through the script"
-    return f"{format_unknown_marks(text)} is not set in the script"
+        return f"the value of {format_unknown_placeholders(text)} could not be followed through the script"
+    return f"{format_unknown_placeholders(text)} is not set in the script"
 
 
 def split_on_blanks(text: str) -> list[str]:

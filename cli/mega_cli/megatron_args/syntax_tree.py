@@ -30,7 +30,7 @@ def _parser() -> Parser:
     return Parser(Language(tree_sitter_bash.language()))
 
 
-def parse_script(text: str) -> Node:
+def parse_shell_script(text: str) -> Node:
     """Return the syntax tree of a shell script, parsed by tree-sitter.
 
     Known errors of the parser are corrected: placeholders such as `NAME=<path to data>`, `${x:$i}`, `[ \\( ... ]`, a line
@@ -87,7 +87,7 @@ def find_syntax_errors(node: Node) -> Iterator[Node]:
             yield from find_syntax_errors(child)
 
 
-def node_text(node: Node) -> str:
+def get_node_source_text(node: Node) -> str:
     """Return the source text of a node of a shell script's syntax tree."""
     return (node.text or b"").decode()
 
@@ -111,11 +111,11 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 def stdout_redirection(redirect: Node) -> Node | None:
     """Return the given redirection if it sends standard output to a file, else None."""
     signs = [child.type for child in redirect.children if not child.is_named]
-    to_error = redirect.children[0].type == "file_descriptor" and node_text(redirect.children[0]) != "1"
+    to_error = redirect.children[0].type == "file_descriptor" and get_node_source_text(redirect.children[0]) != "1"
     return redirect if signs and signs[0] in (">", ">>", "&>", "&>>", ">|", ">&") and not to_error else None
 
 
-def group_adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
+def group_adjacent_syntax_nodes(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
     """Group syntax nodes that have no blank between them into words of a shell script.
     All nodes are grouped with `every`, else only nodes that are not operators.
     """
@@ -132,7 +132,7 @@ def group_adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[N
 
 def _touching(left: Node, right: Node) -> bool:
     if left.end_byte == right.start_byte:
-        return not node_text(right)[:1].isspace()
+        return not get_node_source_text(right)[:1].isspace()
     # Two bytes that end a line between words of one command are a backslash and the line's end.
     return (
         right.start_byte - left.end_byte == 2

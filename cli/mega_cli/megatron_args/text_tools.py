@@ -7,7 +7,12 @@ import re
 import string
 from collections.abc import Callable, Sequence
 
-from mega_cli.megatron_args.calculators import evaluate_awk, simulate_bc, simulate_expr, simulate_seq
+from mega_cli.megatron_args.calculators import (
+    evaluate_awk_expression,
+    simulate_bc_command,
+    simulate_expr_command,
+    simulate_seq_command,
+)
 from mega_cli.megatron_args.shell_words import CLOSE, MARK
 
 Arguments = Sequence[str]
@@ -41,14 +46,14 @@ def _join_lines(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def simulate_cat(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_cat_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `cat`, its standard input `entered`.
     Returns None if that is unknown or files are given.
     """
     return entered if not arguments or arguments == ["-"] else None
 
 
-def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_tr_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `tr`, or None if it is unknown.
     The command translates, deletes or squeezes characters of its standard input `entered`.
     """
@@ -100,7 +105,7 @@ def _unescape(character: str) -> str:
     return ESCAPES[character[1]] if len(character) > 1 else character
 
 
-def simulate_cut(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_cut_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `cut`, or None if it is unknown.
     The command prints fields or characters of its standard input `entered`.
     """
@@ -145,7 +150,7 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
     ]
 
 
-def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_sed_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `sed s/old/new/` for a literal `old`.
     The standard input is `entered`; `new` may contain unknown values. Returns None if the output is unknown.
     """
@@ -165,7 +170,7 @@ def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
     return "\n".join(changed) + ("\n" if entered.endswith("\n") else "")
 
 
-def simulate_awk(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_awk_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `awk` for a simple program, None for other programs.
     A simple program only prints fields, texts, or an expression in `BEGIN`.
     """
@@ -176,7 +181,7 @@ def simulate_awk(arguments: Arguments, entered: str | None) -> str | None:
         return None
     printed = program["items"].strip().removesuffix(";").strip()
     if program["begin"]:
-        return evaluate_awk(printed) + "\n"
+        return evaluate_awk_expression(printed) + "\n"
     if entered is None or separator in ("", "\\", "\n"):
         return None
     items = _awk_items(printed or "$0")
@@ -218,7 +223,7 @@ def _awk_field(number: int) -> AwkItem:
     return lambda line, fields: line if number == 0 else fields[number - 1] if number <= len(fields) else ""
 
 
-def simulate_head(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_head_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `head`, or None if it is unknown.
     The output is the first lines of its standard input `entered`.
     """
@@ -226,7 +231,7 @@ def simulate_head(arguments: Arguments, entered: str | None) -> str | None:
     return None if entered is None or count is None else "".join(entered.splitlines(keepends=True)[:count])
 
 
-def simulate_tail(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_tail_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `tail`, or None if it is unknown.
     The output is the last lines of its standard input `entered`.
     """
@@ -241,7 +246,7 @@ def _line_count(arguments: Arguments) -> int | None:
     return int(match[1]) if match else None if arguments else 10
 
 
-def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_paste_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of `paste -s`: the joined lines of its standard input `entered`; None if it is unknown."""
     parsed, files = getopt.gnu_getopt(list(arguments), "sd:", ["serial", "delimiters="])
     options = dict(parsed)
@@ -252,14 +257,14 @@ def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
     return delimiter.join(split_lines(entered)) + "\n"
 
 
-def simulate_rev(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_rev_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `rev`, or None if it is unknown.
     The output is each line of its standard input `entered` in reverse.
     """
     return None if entered is None or arguments else "\n".join(line[::-1] for line in entered.split("\n"))
 
 
-def simulate_wc(arguments: Arguments, entered: str | None) -> str | None:
+def simulate_wc_command(arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of the shell command `wc`, or None if it is unknown.
     The command has one of -l, -w, -c, -m; its standard input is `entered`.
     """
@@ -273,7 +278,7 @@ def simulate_wc(arguments: Arguments, entered: str | None) -> str | None:
 ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
-def simulate_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
+def simulate_shell_command_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
     """Return the output of a small shell command such as `echo`, `basename` or `sed`, without running it.
     The standard input is `entered`. Returns None if the output is unknown.
     """
@@ -362,8 +367,8 @@ def _dirname_output(arguments: Arguments, _: str | None) -> str | None:
 
 COMMANDS: dict[str, Callable[[Arguments, str | None], str | None]] = {
     "echo": _echo_output, "printf": _printf_output, "basename": _basename_output, "dirname": _dirname_output,
-    "expr": simulate_expr, "bc": simulate_bc, "seq": simulate_seq, "cat": simulate_cat, "tr": simulate_tr, "cut": simulate_cut,
-    "sed": simulate_sed, "awk": simulate_awk, "head": simulate_head, "tail": simulate_tail, "paste": simulate_paste,
-    "rev": simulate_rev, "wc": simulate_wc, "true": lambda _, __: "", "false": lambda _, __: "", ":": lambda _, __: "",
+    "expr": simulate_expr_command, "bc": simulate_bc_command, "seq": simulate_seq_command, "cat": simulate_cat_command, "tr": simulate_tr_command, "cut": simulate_cut_command,
+    "sed": simulate_sed_command, "awk": simulate_awk_command, "head": simulate_head_command, "tail": simulate_tail_command, "paste": simulate_paste_command,
+    "rev": simulate_rev_command, "wc": simulate_wc_command, "true": lambda _, __: "", "false": lambda _, __: "", ":": lambda _, __: "",
 }  # fmt: skip
 OPAQUE = frozenset(COMMANDS) - {"echo", "printf", "basename", "dirname", "cat", "sed"}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from mega_cli.megatron_args.script_reader import interpret_shell_script
 from mega_cli.megatron_args.script_state import ScriptResult
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks, split_on_blanks
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_placeholders, split_on_blanks
 from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -33,7 +33,7 @@ LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnod
 
 
 @dataclass(frozen=True)
-class TrainingCommand:
+class MegatronTrainingCommand:
     """Training command that a launch script starts: the program, its arguments, machines and ranks.
 
     Attributes:
@@ -59,7 +59,7 @@ class TrainingCommand:
 
 def find_training_command(
     text: str, *, path: Path | None = None, define: Mapping[str, str] = NOTHING, arguments: Sequence[str] = ()
-) -> TrainingCommand:
+) -> MegatronTrainingCommand:
     """Return the training command that a launch script starts, or one from a bare list of Megatron arguments.
     The script is interpreted, not executed.
 
@@ -81,7 +81,7 @@ def find_training_command(
         return _bare_arguments(script, batch, commands)
     command, at = _choose_command(modelled)
     remarks = [
-        (other[i].line, f"another training command, {format_unknown_marks(other[i].text)}, was not read")
+        (other[i].line, f"another training command, {format_unknown_placeholders(other[i].text)}, was not read")
         for other, i in commands
         if other is not command and _is_training_program(other, i)
     ]
@@ -89,12 +89,12 @@ def find_training_command(
         remarks.append(
             (
                 command[at].line,
-                f"{format_unknown_marks(command[at].text)} may not be a training program; its arguments were read",
+                f"{format_unknown_placeholders(command[at].text)} may not be a training program; its arguments were read",
             )
         )
     nodes, per_node = _count_ranks(command[:at], batch)
     found = [*script.remarks, *dict.fromkeys(remarks)]
-    return TrainingCommand(
+    return MegatronTrainingCommand(
         _name(command[at]), _split_joined_arguments(command[at + 1 :]), nodes, per_node, found, script.read_file
     )
 
@@ -116,7 +116,9 @@ def _trains_other_model(program: str) -> bool:
     return program not in (BERT, T5) and OTHER_MODELS.search(program) is not None
 
 
-def _bare_arguments(script: ScriptResult, batch: dict[str, str], commands: Sequence[WordsAtLine]) -> TrainingCommand:
+def _bare_arguments(
+    script: ScriptResult, batch: dict[str, str], commands: Sequence[WordsAtLine]
+) -> MegatronTrainingCommand:
     """Return arguments without a command: lines of them, or variables that hold them."""
     lines = [word for words in script.commands if words[0].text.startswith("--") for word in words]
     words = lines or _variable_arguments(script)
@@ -124,11 +126,11 @@ def _bare_arguments(script: ScriptResult, batch: dict[str, str], commands: Seque
         raise _nothing_trained([found for found in commands if _is_training_program(*found)], script)
     launcher = _launcher_arrays(script)
     nodes, per_node = _count_ranks(launcher, batch) if len(launcher) > 1 else (None, None)
-    return TrainingCommand("", words, nodes, per_node, script.remarks, script.read_file)
+    return MegatronTrainingCommand("", words, nodes, per_node, script.remarks, script.read_file)
 
 
 def _name(program: ShellWord) -> str:
-    return PurePosixPath(format_unknown_marks(program.text)).name
+    return PurePosixPath(format_unknown_placeholders(program.text)).name
 
 
 def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> ConfigError:
@@ -142,9 +144,11 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> C
             hint="give a script with a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or a file with its arguments",
         )
     command, at = training[0]
-    marks = dict.fromkeys(format_unknown_marks(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
+    marks = dict.fromkeys(
+        format_unknown_placeholders(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text)
+    )
     return ConfigError(
-        f"line {command[at].line}: {format_unknown_marks(command[at].text)} requires flags that set a model, such as --num-layers"
+        f"line {command[at].line}: {format_unknown_placeholders(command[at].text)} requires flags that set a model, such as --num-layers"
         + "".join(f"; {sentence}" for sentence in unread)
         + (f"; unknown: {', '.join(marks)}" if marks else ""),
         hint="set variables of the script with --define NAME=VALUE, and give its arguments after `--`",

@@ -6,7 +6,7 @@ from math import log2, prod
 
 from mega_cli.megatron_args.experts_section import has_moe_flags
 from mega_cli.megatron_args.hybrid_layers import translate_pipeline_layout_flags
-from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.run_draft import RunYamlDraft
 
 COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
@@ -17,7 +17,7 @@ STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params":
 RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe": "moe"}
 
 
-def translate_parallel_flags(draft: RunDraft) -> None:
+def translate_parallel_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `parallel` section of a run.yaml, from Megatron-LM and DeepSpeed flags."""
     put, tp = draft.set_key, draft["tensor_model_parallel_size"]
     put("parallel.tp", tp, "tensor_model_parallel_size")
@@ -41,11 +41,11 @@ def translate_parallel_flags(draft: RunDraft) -> None:
     _zero(draft)
 
 
-def _context(draft: RunDraft) -> None:
+def _context(draft: RunYamlDraft) -> None:
     """Write context parallelism; all kinds give the same numbers, but head-wise kinds draw dropout per head."""
     kinds = list(dict.fromkeys(draft["cp_comm_type"]))
     ours = [CONTEXT.get(kind, "ring") for kind in kinds] or ["ring"]
-    if draft.is_enabled("attention_dropout") and ours[0] != "alltoall":
+    if draft.is_megatron_setting_enabled("attention_dropout") and ours[0] != "alltoall":
         draft.set_key(
             "parallel.cp_kind", "alltoall", "cp_comm_type", because="the kind that supports attention dropout"
         )
@@ -56,7 +56,7 @@ def _context(draft: RunDraft) -> None:
         draft.add_note("no equivalent", text, "cp_comm_type")
 
 
-def _expert_parts(draft: RunDraft) -> None:
+def _expert_parts(draft: RunYamlDraft) -> None:
     parts = draft["expert_tensor_parallel_size"]
     why = "" if parts else "Megatron's default: the size of tensor parallelism"
     if draft.is_megatron_deepspeed and not draft["enable_expert_tensor_parallelism"]:
@@ -69,7 +69,7 @@ def _expert_parts(draft: RunDraft) -> None:
         draft.add_note("translated", "parallel.expert_tp, 1 by default", "expert_tensor_parallel_size")
 
 
-def _zero(draft: RunDraft) -> None:
+def _zero(draft: RunYamlDraft) -> None:
     if draft["grad_reduce_in_bf16"]:
         draft.set_key("parallel.grad_reduce_dtype", "bf16", "grad_reduce_in_bf16")
     if draft.is_megatron_deepspeed:
@@ -83,12 +83,14 @@ def _zero(draft: RunDraft) -> None:
     return draft.set_key("parallel.zero", int(draft["use_distributed_optimizer"]), "use_distributed_optimizer")
 
 
-def _deepspeed_zero(draft: RunDraft) -> None:
+def _deepspeed_zero(draft: RunYamlDraft) -> None:
     """Write the ZeRO level of DeepSpeed's own file; every level gives the same numbers."""
     level = draft.deepspeed_file.get_integer("zero_optimization.stage")
     if level is not None:
         flags = draft["zero_stage"]
-        return draft.set_key_from_file("parallel.zero", "zero_optimization.stage", level, "zero_stage", flags=flags)
+        return draft.set_key_from_deepspeed_file(
+            "parallel.zero", "zero_optimization.stage", level, "zero_stage", flags=flags
+        )
     if "zero_stage" in draft:
         return draft.set_key("parallel.zero", draft["zero_stage"], "zero_stage")
     return draft.set_key(
@@ -96,7 +98,7 @@ def _deepspeed_zero(draft: RunDraft) -> None:
     )
 
 
-def _copies(draft: RunDraft) -> None:
+def _copies(draft: RunYamlDraft) -> None:
     """Write the replicas: Megatron counts copies of the weights, mega the data ranks that share one."""
     ranks, flag = draft.ranks, "num_distributed_optimizer_instances"
     sizes = [draft[name] for name in (*COPY[:2], flag)]
@@ -105,7 +107,7 @@ def _copies(draft: RunDraft) -> None:
     draft.set_key("parallel.zero3_shard", share, flag, ask=ask, instead="ranks of a copy")
 
 
-def ranks_per_model(draft: RunDraft) -> int | None:
+def ranks_per_model(draft: RunYamlDraft) -> int | None:
     """Return the number of ranks that share one copy of the model by Megatron-LM flags.
     Returns None if a parallel size is unknown.
     """
@@ -113,7 +115,7 @@ def ranks_per_model(draft: RunDraft) -> int | None:
     return prod(sizes) if all(sizes) else None
 
 
-def translate_optimizer_flags(draft: RunDraft) -> None:
+def translate_optimizer_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `optimizer` section of a run.yaml, from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
     ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "soap": "soap", "sgd": "sgd", "lion": "lion"}
@@ -139,12 +141,14 @@ def translate_optimizer_flags(draft: RunDraft) -> None:
         _muon(draft)
 
 
-def _clip(draft: RunDraft) -> None:
+def _clip(draft: RunYamlDraft) -> None:
     """Write gradient clipping; DeepSpeed's engine follows its own file."""
     file, clip = draft.deepspeed_file, draft["clip_grad"]
     filed = file.get_number("gradient_clipping")
     if filed is not None:
-        return draft.set_key_from_file("optimizer.clip_grad", "gradient_clipping", filed, "clip_grad", flags=clip)
+        return draft.set_key_from_deepspeed_file(
+            "optimizer.clip_grad", "gradient_clipping", filed, "clip_grad", flags=clip
+        )
     draft.set_key("optimizer.clip_grad", clip, "clip_grad")
     if file.name and "gradient_clipping" not in file.values and clip:
         text = (
@@ -155,7 +159,7 @@ def _clip(draft: RunDraft) -> None:
     return None
 
 
-def _muon(draft: RunDraft) -> None:
+def _muon(draft: RunYamlDraft) -> None:
     """Write Muon: Megatron scales an orthogonal [M, N] update by sqrt(max(M, N)), mega by 0.2 of that."""
     put, scale, decay = draft.set_key, draft["muon_extra_scale_factor"], draft["weight_decay"]
     factor = scale and scale / 0.2
@@ -173,9 +177,9 @@ def _muon(draft: RunDraft) -> None:
     draft.add_note("changes meaning", text)
 
 
-def translate_precision_flags(draft: RunDraft) -> None:
+def translate_precision_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the keys `precision`, `fp8` and `fp16` of a run.yaml, from Megatron-LM flags."""
-    if draft.is_enabled("fp8"):
+    if draft.is_megatron_setting_enabled("fp8"):
         _fp8(draft)
         return
     kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
@@ -188,12 +192,12 @@ def translate_precision_flags(draft: RunDraft) -> None:
         draft.set_key("precision", kind, "bf16", "fp16", ask=ask)
     else:
         flags, kind = kind, "fp16" if filed == "fp16" else "bf16"
-        draft.set_key_from_file("precision", f"{filed}.enabled", kind, "bf16", "fp16", flags=flags)
+        draft.set_key_from_deepspeed_file("precision", f"{filed}.enabled", kind, "bf16", "fp16", flags=flags)
     if kind == "fp16":
         _loss_scale(draft)
 
 
-def _fp8(draft: RunDraft) -> None:
+def _fp8(draft: RunYamlDraft) -> None:
     draft.set_key("precision", "fp8", "fp8", "bf16")
     recipe, delayed = draft["fp8_recipe"], draft["fp8_recipe"] == "delayed"
     ask = "custom recipes are not supported; mega has tensorwise, rowwise, blockwise and mxfp8"
@@ -211,11 +215,11 @@ def _fp8(draft: RunDraft) -> None:
         draft.add_note("changes meaning", "with fp8, mega computes everything else in bf16", "fp16")
 
 
-def _loss_scale(draft: RunDraft) -> None:
+def _loss_scale(draft: RunYamlDraft) -> None:
     put, note = draft.set_key, draft.add_note
     if draft.is_megatron_deepspeed:
         return _deepspeed_scale(draft)
-    dest = "loss_scale" if draft.is_enabled("loss_scale") else "initial_loss_scale"
+    dest = "loss_scale" if draft.is_megatron_setting_enabled("loss_scale") else "initial_loss_scale"
     scale, window = draft[dest], draft["loss_scale_window"]
     whole = 2.0 ** round(log2(scale)) if scale and scale > 0 else None
     put("fp16.initial_scale", whole, dest)
@@ -235,7 +239,7 @@ def _loss_scale(draft: RunDraft) -> None:
     return None
 
 
-def _deepspeed_scale(draft: RunDraft) -> None:
+def _deepspeed_scale(draft: RunYamlDraft) -> None:
     """Write DeepSpeed's loss scale, which has its own defaults; 0 means dynamic."""
     file, note = draft.deepspeed_file, draft.add_note
     note("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
@@ -259,7 +263,7 @@ def _deepspeed_scale(draft: RunDraft) -> None:
     return None
 
 
-def note_deepspeed_file(draft: RunDraft) -> None:
+def note_deepspeed_file(draft: RunYamlDraft) -> None:
     """Add notes to `draft` on the sections of DeepSpeed's configuration file.
     They are on the translated settings, and on enabled sections that mega does not support.
     """
@@ -272,9 +276,9 @@ def note_deepspeed_file(draft: RunDraft) -> None:
         draft.add_note("no equivalent", f"{name} of {file.name} is enabled, but not supported")
 
 
-def translate_recompute_flags(draft: RunDraft) -> None:
+def translate_recompute_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `recompute` section of a run.yaml (activation recomputation), from Megatron-LM flags."""
-    if draft.is_unknown("recompute_granularity"):
+    if draft.is_megatron_setting_unknown("recompute_granularity"):
         return draft.set_key("recompute.kind", None, "recompute_granularity")
     granularity = draft["recompute_granularity"]
     selective = granularity == "selective" or draft["recompute_activations"]
@@ -286,20 +290,20 @@ def translate_recompute_flags(draft: RunDraft) -> None:
     method = draft["recompute_method"]
     if (
         full
-        and (method == "block" or draft.is_unknown("recompute_method"))
-        and draft.is_enabled("recompute_num_layers")
+        and (method == "block" or draft.is_megatron_setting_unknown("recompute_method"))
+        and draft.is_megatron_setting_enabled("recompute_num_layers")
     ):
         count = draft["recompute_num_layers"] if method else None
         draft.set_key("recompute.layers", count, "recompute_num_layers", "recompute_method")
-    if selective and draft.is_enabled("recompute_modules"):
+    if selective and draft.is_megatron_setting_enabled("recompute_modules"):
         _recomputed_modules(draft)
     return None
 
 
-def _recomputed_modules(draft: RunDraft) -> None:
+def _recomputed_modules(draft: RunYamlDraft) -> None:
     requested = draft["recompute_modules"] or []
     modules = [RECOMPUTED[name] for name in requested if name in RECOMPUTED]
-    if modules or draft.is_unknown("recompute_modules"):
+    if modules or draft.is_megatron_setting_unknown("recompute_modules"):
         draft.set_key("recompute.modules", modules or None, "recompute_modules")
     if kept := [name for name in requested if name not in RECOMPUTED]:
         why = ", because fused attention does not store scores" if kept == ["core_attn"] else ""
@@ -310,11 +314,11 @@ def _recomputed_modules(draft: RunDraft) -> None:
         )
 
 
-def translate_checkpoint_flags(draft: RunDraft) -> None:
+def translate_checkpoint_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `checkpoint` section and `init_from` of a run.yaml, from Megatron-LM flags."""
     put, save, load = draft.set_key, draft["save"], draft["load"]
-    put("checkpoint.every", draft.get_setting("save_interval", 0), "save_interval")
-    if draft.is_enabled("save_retain_interval"):
+    put("checkpoint.every", draft.get_megatron_setting("save_interval", 0), "save_interval")
+    if draft.is_megatron_setting_enabled("save_retain_interval"):
         put("checkpoint.keep_every", draft["save_retain_interval"], "save_retain_interval")
     weights = draft["pretrained_checkpoint"] or (load if draft["finetune"] else None)
     convert = "a Megatron checkpoint goes through `mega ckpt convert` first"
@@ -338,7 +342,7 @@ def translate_checkpoint_flags(draft: RunDraft) -> None:
         put("checkpoint.async", True, "async_save")
 
 
-def translate_log_flags(draft: RunDraft) -> None:
+def translate_log_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the `log` section and `output` of a run.yaml, from Megatron-LM flags."""
     draft.set_key("log.every", draft["log_interval"], "log_interval")
     draft.set_key("log.tensorboard", "tensorboard_dir" in draft, "tensorboard_dir")

@@ -18,11 +18,21 @@ from mega_cli.megatron_args.batch_section import (
 )
 from mega_cli.megatron_args.bert_and_t5 import is_t5_script, translate_bert_flags, translate_t5_flags
 from mega_cli.megatron_args.data_section import translate_data_flags
-from mega_cli.megatron_args.flag_tables import CommandSettings, load_flag_tables, parse_command_arguments
+from mega_cli.megatron_args.flag_tables import (
+    MegatronCommandSettings,
+    load_megatron_flag_specs,
+    parse_megatron_arguments,
+)
 from mega_cli.megatron_args.model_section import translate_model_flags
-from mega_cli.megatron_args.run_draft import DeepSpeedConfigFile, FlagNote, NoteKind, RunDraft, read_deepspeed_file
-from mega_cli.megatron_args.shell_words import format_unknown_marks
-from mega_cli.megatron_args.training_command import NOTHING, TrainingCommand, find_training_command
+from mega_cli.megatron_args.run_draft import (
+    DeepSpeedConfigValues,
+    FlagTranslationNote,
+    NoteKind,
+    RunYamlDraft,
+    read_deepspeed_file,
+)
+from mega_cli.megatron_args.shell_words import format_unknown_placeholders
+from mega_cli.megatron_args.training_command import NOTHING, MegatronTrainingCommand, find_training_command
 from mega_cli.megatron_args.training_sections import (
     note_deepspeed_file,
     ranks_per_model,
@@ -52,7 +62,7 @@ class RunYamlTranslation:
     """
 
     run: dict[str, Any]
-    notes: list[FlagNote]
+    notes: list[FlagTranslationNote]
     origins: dict[str, str]
     launch: str
     source: str = "a launch script of Megatron-LM"
@@ -82,7 +92,7 @@ def translate_launch_script(
     """
     launch = find_training_command(script_text, path=path, define=define, arguments=arguments)
     _refuse_vision(launch)
-    given = parse_command_arguments(launch.arguments, load_flag_tables(), strict=strict)
+    given = parse_megatron_arguments(launch.arguments, load_megatron_flag_specs(), strict=strict)
     given.raise_problems()
     if not any(dest in given for dest in SIZES):
         raise ConfigError(
@@ -90,7 +100,7 @@ def translate_launch_script(
             hint="add flags such as --num-layers and --hidden-size; if a checkpoint defines the model, convert it with"
             " `mega ckpt convert` and write `model: {from: folder}`",
         )
-    draft = RunDraft(given, launch.world_size, launch.program, _deepspeed_file(given, launch))
+    draft = RunYamlDraft(given, launch.world_size, launch.program, _deepspeed_file(given, launch))
     for section in (
         translate_model_flags, translate_data_flags, translate_bert_flags, translate_parallel_flags, translate_batch_flags, translate_train_flags, translate_optimizer_flags,
         translate_lr_schedule_flags, translate_precision_flags, translate_recompute_flags, translate_checkpoint_flags, translate_log_flags, note_deepspeed_file,
@@ -106,7 +116,7 @@ def translate_launch_script(
     return RunYamlTranslation(draft.run, draft.collect_notes, draft.origins, _launch(launch, draft))
 
 
-def _refuse_vision(launch: TrainingCommand) -> None:
+def _refuse_vision(launch: MegatronTrainingCommand) -> None:
     """Reject Megatron's multimodal example, which sets the sizes of vision encoder and projector in its code."""
     for text, line in launch.arguments:
         flag, _, value = text.partition("=")
@@ -119,14 +129,14 @@ def _refuse_vision(launch: TrainingCommand) -> None:
             )
 
 
-def _deepspeed_file(given: CommandSettings, launch: TrainingCommand) -> DeepSpeedConfigFile:
+def _deepspeed_file(given: MegatronCommandSettings, launch: MegatronTrainingCommand) -> DeepSpeedConfigValues:
     values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
     text = launch.file(values[0]) if values else None
-    found = read_deepspeed_file(format_unknown_marks(values[0]), text) if text is not None else None
-    return found or DeepSpeedConfigFile()
+    found = read_deepspeed_file(format_unknown_placeholders(values[0]), text) if text is not None else None
+    return found or DeepSpeedConfigValues()
 
 
-def _note_differences(draft: RunDraft) -> None:
+def _note_differences(draft: RunYamlDraft) -> None:
     """Add notes on differences between a run of mega and the same run of Megatron."""
 
     def add_difference(text: str) -> None:
@@ -147,7 +157,7 @@ def _note_differences(draft: RunDraft) -> None:
         add_difference("dropout: same rates, different random numbers")
 
 
-def _launch(launch: TrainingCommand, draft: RunDraft) -> str:
+def _launch(launch: MegatronTrainingCommand, draft: RunYamlDraft) -> str:
     ranks, copies = launch.world_size, ranks_per_model(draft)
     if not launch.program or ranks is None:
         return "the script does not set the number of ranks" if launch.program else ""
@@ -190,7 +200,7 @@ def _header(translation: RunYamlTranslation) -> Iterator[str]:
     yield ""
 
 
-def _group_notes(notes: Sequence[FlagNote]) -> Iterator[str]:
+def _group_notes(notes: Sequence[FlagTranslationNote]) -> Iterator[str]:
     """Return the notes, with flags of the same reason together."""
     reasons: dict[str, list[str]] = {}
     for note in notes:

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
-from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
-from mega_cli.megatron_args.brace_expansion import expand_braces
+from mega_cli.megatron_args.arithmetic import evaluate_bash_arithmetic
+from mega_cli.megatron_args.brace_expansion import expand_shell_braces
 from mega_cli.megatron_args.script_variables import ScriptVariables
-from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, pieces_to_pattern
+from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, convert_pieces_to_shell_pattern
 from mega_cli.megatron_args.shell_words import (
     MARK,
     WORD,
     ShellWord,
     WordPiece,
     is_unset_parameter,
-    make_unknown_mark,
+    make_unknown_placeholder,
     split_on_separators,
 )
-from mega_cli.megatron_args.syntax_tree import node_text, parse_script
+from mega_cli.megatron_args.syntax_tree import get_node_source_text, parse_shell_script
 
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
@@ -30,7 +30,7 @@ ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\
 
 
 @dataclass
-class WordExpander(ScriptVariables):
+class ShellWordExpander(ScriptVariables):
     """Expansion of a shell script's words with the values of its variables.
 
     Attributes:
@@ -39,42 +39,50 @@ class WordExpander(ScriptVariables):
 
     substitute: Callable[[Node], str | None] = field(kw_only=True)
 
-    def expand_fields(self, *nodes: Node) -> list[ShellWord]:
+    def expand_to_words(self, *nodes: Node) -> list[ShellWord]:
         """Return the words that a word of the shell script expands to: none, one or several.
         The word is given as adjacent syntax nodes.
         """
         pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
-        return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
+        return [
+            word for part in expand_shell_braces(pieces, self.budget.spend_characters) for word in self._split(part)
+        ]
 
-    def expand_text(self, *nodes: Node) -> str:
+    def expand_to_text(self, *nodes: Node) -> str:
         """Return the expansion of a shell word as one text, as in the value of an assignment.
         Words of `$*` are joined as in double quotes.
         """
-        starred = any(STARRED.search(node_text(node)) for node in nodes)
+        starred = any(STARRED.search(get_node_source_text(node)) for node in nodes)
         joint = self.field_separators[:1] if starred else " "
         return "".join(joint if piece is None else piece.text for node in nodes for piece in self.expand_pieces(node))
 
-    def expand_pattern(self, *nodes: Node) -> str:
+    def expand_to_shell_pattern(self, *nodes: Node) -> str:
         """Return the expansion of a shell word as a shell pattern, with its quoted parts literal."""
-        return pieces_to_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
+        return convert_pieces_to_shell_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
 
-    def source_from(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
+    def expand_node_source(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
         """Return the source of a syntax node of a shell script, with variables expanded.
         It is taken from byte `start` on, without its last `cut` bytes.
         """
-        pieces = self.expand_mixed(node, quote, start, len(node.text or b"") - cut)
+        pieces = self.expand_node_range(node, quote, start, len(node.text or b"") - cut)
         return "".join(" " if piece is None else piece.text for piece in pieces)
 
     def expand_quoted(self, text: str) -> str:
         """Return a text with its variables and substitutions expanded, as between double quotes."""
-        node = parse_script(f'"{text}"')
+        node = parse_shell_script(f'"{text}"')
         return (
-            self.source_from(node.named_children[0].named_children[0].named_children[0], 1, 1) if "$" in text else text
+            self.expand_node_source(node.named_children[0].named_children[0].named_children[0], 1, 1)
+            if "$" in text
+            else text
         )
 
     def expand_heredoc(self, node: Node, *, literal: bool) -> str:
         """Return the text of a here-document, expanded unless it is `literal`."""
-        return self.restore_unknown_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
+        return (
+            self.restore_unknown_placeholders(get_node_source_text(node))
+            if literal
+            else self.expand_node_source(node, 0, quote="<<")
+        )
 
     def split_words(self, text: str) -> list[str]:
         """Return the words of a text, split at the characters of the shell variable IFS.
@@ -112,27 +120,29 @@ class WordExpander(ScriptVariables):
         """Return the expanded quoted and unquoted pieces of a shell word.
         The word may also be the text between its double quotes. None separates words.
         """
-        line, source = self.line_number(node), node_text(node)
+        line, source = self.line_number(node), get_node_source_text(node)
         if node.type == "raw_string":
-            return [WordPiece(self.restore_unknown_marks(source[1:-1]), "quoted", line)]
+            return [WordPiece(self.restore_unknown_placeholders(source[1:-1]), "quoted", line)]
         if node.type == "ansi_c_string":
             text = re.sub(r"\\(.)", lambda match: ANSI.get(match[1], match[0]), source[2:-1], flags=re.DOTALL)
-            return [WordPiece(self.restore_unknown_marks(text), "quoted", line)]
+            return [WordPiece(self.restore_unknown_placeholders(text), "quoted", line)]
         if node.type in ("string", "translated_string"):
             inner = list(
-                self.expand_mixed(node, '"', source.index('"') + 1, len(source.encode()) - source.endswith('"'))
+                self.expand_node_range(node, '"', source.index('"') + 1, len(source.encode()) - source.endswith('"'))
             )
-            several = any(node_text(child).strip("${}").endswith(("@", "[@]")) for child in node.named_children)
+            several = any(
+                get_node_source_text(child).strip("${}").endswith(("@", "[@]")) for child in node.named_children
+            )
             return inner if several and all(piece is None or not piece.text for piece in inner) else [
                 WordPiece("", "quoted", line), *inner
             ]  # fmt: skip
         if node.type in EXPANSIONS:
             return list(self._expansion(node, quote))
         if node.type == "process_substitution":
-            return [WordPiece(make_unknown_mark(self.restore_unknown_marks(source)), "quoted", line)]
-        return list(self.expand_mixed(node, quote, 0, len(source.encode())))
+            return [WordPiece(make_unknown_placeholder(self.restore_unknown_placeholders(source)), "quoted", line)]
+        return list(self.expand_node_range(node, quote, 0, len(source.encode())))
 
-    def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
+    def expand_node_range(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
         """Yield the expanded pieces of a shell word between two byte offsets of a syntax node.
         They are expansions, quotes and text.
 
@@ -152,20 +162,20 @@ class WordExpander(ScriptVariables):
 
     def _expand_operand(self, node: Node) -> list[WordPiece | None]:
         """Return the pattern in `${NAME%pattern}`, which the parser does not parse."""
-        value = parse_script("x=" + node_text(node)).named_children[0].child_by_field_name("value")
+        value = parse_shell_script("x=" + get_node_source_text(node)).named_children[0].child_by_field_name("value")
         return self.expand_pieces(value) if value else []
 
     def _unescape_text(self, source: str, quote: str, node: Node) -> Iterator[WordPiece]:
         """Return text of the script with its escapes resolved."""
         line, at = self.line_number(node), 0
         if not quote and node.prev_sibling is None and re.match("~(?=/|$)", source):
-            yield WordPiece(make_unknown_mark("HOME"), "quoted", line)
+            yield WordPiece(make_unknown_placeholder("HOME"), "quoted", line)
             at = 1
         for match in [*ESCAPED[quote].finditer(source, at), None]:
             text = source[at : match.start() if match else None]
             if text:
                 self.budget.spend_characters(len(text))
-                yield WordPiece(self.restore_unknown_marks(text), "quoted" if quote else "plain", line)
+                yield WordPiece(self.restore_unknown_placeholders(text), "quoted" if quote else "plain", line)
             if match:
                 at = match.end()
                 if match[1]:
@@ -175,13 +185,15 @@ class WordExpander(ScriptVariables):
 
     def _expansion(self, node: Node, quote: str) -> Iterator[WordPiece | None]:
         line, kind = self.line_number(node), "quoted" if quote else "value"
-        source = node_text(node).lstrip(" \t\n\\").replace("\\\n", "")
+        source = get_node_source_text(node).lstrip(" \t\n\\").replace("\\\n", "")
         if node.type == "command_substitution":
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
             values = [
                 ShellWord(
-                    make_unknown_mark(self.restore_unknown_marks(inner)) if output is None else output.rstrip("\n"),
+                    make_unknown_placeholder(self.restore_unknown_placeholders(inner))
+                    if output is None
+                    else output.rstrip("\n"),
                     line,
                 )
             ]
@@ -207,9 +219,9 @@ class WordExpander(ScriptVariables):
 
     def _arithmetic(self, node: Node, source: str) -> str:
         start, end = (2, 1) if source.startswith("$[") else (3, 2)
-        text = self.source_from(node, len(node.text or b"") - len(source.encode()) + start, end)
-        value = None if MARK.search(text) else evaluate_arithmetic(text, self)
-        return make_unknown_mark(self.restore_unknown_marks(source[1:])) if value is None else str(value)
+        text = self.expand_node_source(node, len(node.text or b"") - len(source.encode()) + start, end)
+        value = None if MARK.search(text) else evaluate_bash_arithmetic(text, self)
+        return make_unknown_placeholder(self.restore_unknown_placeholders(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
         """Return the words that `$NAME` expands to in the interpreted script."""
@@ -218,11 +230,13 @@ class WordExpander(ScriptVariables):
         if name == "#":
             return [ShellWord(str(len(self.positional or [])), line)]
         value = self.get_variable(name)
-        return [ShellWord(make_unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
+        return (
+            [ShellWord(make_unknown_placeholder(name), line)] if value is None else [value["0"]] if "0" in value else []
+        )
 
     def expand_array_subscript(self, name: str, subscript: Node) -> str | None:
         """Return the key of the shell array element `NAME[...]`, or None if it is unknown."""
-        text = self.source_from(subscript, node_text(subscript).index("[") + 1, 1)
+        text = self.expand_node_source(subscript, get_node_source_text(subscript).index("[") + 1, 1)
         value = self.get_variable(name) or {}
         if MARK.search(text):
             return None
@@ -236,7 +250,7 @@ class WordExpander(ScriptVariables):
 class _ParameterExpansion:
     """`${...}`: an operator before the name, the name, an index, an operator and its operand."""
 
-    words: WordExpander
+    words: ShellWordExpander
     node: Node
     source: str
     quote: str
@@ -246,7 +260,7 @@ class _ParameterExpansion:
         name, index, operator, operand = _split_parameter(self.node)
         if name is None:
             return self._unknown()
-        prefix, whole = self.source[2], index is not None and node_text(index).endswith(("[@]", "[*]"))
+        prefix, whole = self.source[2], index is not None and get_node_source_text(index).endswith(("[@]", "[*]"))
         if prefix == "!":
             return self._keys(name) if whole else self._named_by(name)
         values = self._elements(name, index)
@@ -257,7 +271,9 @@ class _ParameterExpansion:
         # A pattern is a pattern in double quotes too.
         quote = self.quote if operator.lstrip(":") in ("", "-", "=", "+", "?") else ""
         pieces = (
-            list(self.words.expand_mixed(self.node, quote, operand, len(self.node.text or b"") - 1)) if operand else []
+            list(self.words.expand_node_range(self.node, quote, operand, len(self.node.text or b"") - 1))
+            if operand
+            else []
         )
         if operator.lstrip(":") in ("-", "=", "+", "?"):
             return self._default(name, values, operator, pieces)
@@ -273,7 +289,8 @@ class _ParameterExpansion:
     def _unknown(self) -> list[ShellWord]:
         return [
             ShellWord(
-                make_unknown_mark(self.words.restore_unknown_marks(self.source[1:])), self.words.line_number(self.node)
+                make_unknown_placeholder(self.words.restore_unknown_placeholders(self.source[1:])),
+                self.words.line_number(self.node),
             )
         ]
 
@@ -296,9 +313,9 @@ class _ParameterExpansion:
         line = self.words.line_number(self.node)
         if index is None:
             return self.words.expand_variable(name, line)
-        value, whole = self.words.get_variable(name), node_text(index).endswith(("[@]", "[*]"))
+        value, whole = self.words.get_variable(name), get_node_source_text(index).endswith(("[@]", "[*]"))
         if value is None:
-            return [ShellWord(make_unknown_mark(name), line)] if whole else self._unknown()
+            return [ShellWord(make_unknown_placeholder(name), line)] if whole else self._unknown()
         if whole:
             return list(value.values())
         key = self.words.expand_array_subscript(name, index)
@@ -325,7 +342,9 @@ class _ParameterExpansion:
 
     def _slice(self, values: list[ShellWord], bounds: str, name: str) -> list[ShellWord]:
         start, colon, length = bounds.partition(":")
-        first, count = (0 if not part.strip() else evaluate_arithmetic(part, self.words) for part in (start, length))
+        first, count = (
+            0 if not part.strip() else evaluate_bash_arithmetic(part, self.words) for part in (start, length)
+        )
         several = name == "@" or len(values) > 1
         text = "".join(word.text for word in values)
         if first is None or count is None or (not several and MARK.search(text)):
@@ -339,7 +358,7 @@ class _ParameterExpansion:
 def _needs_expansion(node: Node) -> bool:
     """Return whether part of a word is more than literal text."""
     if node.type == "regex":
-        return "$" in node_text(node)
+        return "$" in get_node_source_text(node)
     return node.is_named and node.type != "string_content" and (node.child_count > 0 or "string" in node.type)
 
 
@@ -349,12 +368,12 @@ def _split_parameter(node: Node) -> tuple[str | None, Node | None, str, int]:
     for child in node.children:
         if child.type == "subscript":
             inner = child.child_by_field_name("name")
-            name, index = node_text(inner) if inner else None, child
+            name, index = get_node_source_text(inner) if inner else None, child
         elif child.type in ("variable_name", "special_variable_name"):
-            name = node_text(child)
+            name = get_node_source_text(child)
         if name is not None:
             following = child.next_sibling
             break
-    if following is None or node_text(following) == "}":
+    if following is None or get_node_source_text(following) == "}":
         return name, index, "", 0
-    return name, index, node_text(following).strip(), following.end_byte - node.start_byte
+    return name, index, get_node_source_text(following).strip(), following.end_byte - node.start_byte

@@ -32,7 +32,7 @@ AUTOCAST = {
 SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
-def set_deepspeed_precision(given: ForeignSettingsFile) -> None:
+def translate_deepspeed_precision(given: ForeignSettingsFile) -> None:
     """Set `precision` of run.yaml, and for fp16 the loss scale, from a DeepSpeed configuration file."""
     bf16, fp16 = given.take_value("bf16.enabled", "bfloat16.enabled"), given.take_value("fp16.enabled")
     if given.take_value("torch_autocast.enabled") is True:
@@ -44,10 +44,12 @@ def set_deepspeed_precision(given: ForeignSettingsFile) -> None:
     if fp16 is True:
         _set_loss_scale(given)
     text = "main weights, moments and sums of gradients are kept in fp32"
-    given.note_matching("changes meaning", text, "bf16.bf16_* bfloat16.bf16_* fp16.fp16_*")
-    given.note_matching("not needed", "gradients are checked at every step", "bf16.check_grad_overflow")
-    given.note_matching("not needed", "gradients are accumulated during the backward", "bf16.immediate_grad_update")
-    given.note_matching("not needed", "inputs have the precision of the model", "fp16.auto_cast")
+    given.add_notes_on_matching_keys("changes meaning", text, "bf16.bf16_* bfloat16.bf16_* fp16.fp16_*")
+    given.add_notes_on_matching_keys("not needed", "gradients are checked at every step", "bf16.check_grad_overflow")
+    given.add_notes_on_matching_keys(
+        "not needed", "gradients are accumulated during the backward", "bf16.immediate_grad_update"
+    )
+    given.add_notes_on_matching_keys("not needed", "inputs have the precision of the model", "fp16.auto_cast")
 
 
 def _put_autocast(given: ForeignSettingsFile) -> None:
@@ -78,7 +80,7 @@ def _set_loss_scale(given: ForeignSettingsFile) -> None:
         given.set_key("fp16.initial_scale", 2.0 ** round(log2(fixed)), "fp16.loss_scale")
         text = "is the initial loss scale, rounded to a power of two; mega's loss scale is always dynamic"
         given.add_note("changes meaning", text, f"fp16.loss_scale: {fixed:g}")
-        given.note_matching("not needed", "has no effect with a fixed loss scale", "fp16.*")
+        given.add_notes_on_matching_keys("not needed", "has no effect with a fixed loss scale", "fp16.*")
         return
     power = given.take_number("fp16.initial_scale_power")
     given.set_key("fp16.initial_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
@@ -87,7 +89,9 @@ def _set_loss_scale(given: ForeignSettingsFile) -> None:
     if tolerated:
         text = f"is halved at every overflow; DeepSpeed tolerates {tolerated} before (fp16.hysteresis)"
         given.add_note("changes meaning", text, "loss scale")
-    given.note_matching("not needed", "every overflow halves the loss scale", "fp16.consecutive_hysteresis")
+    given.add_notes_on_matching_keys(
+        "not needed", "every overflow halves the loss scale", "fp16.consecutive_hysteresis"
+    )
 
 
 SCHEDULER_PARAMS = "scheduler.params."
@@ -95,7 +99,7 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "
 WARMUP_STEPS, DECAY_RATE, COSINE_FLOOR = 1000, 1e-3, 1e-4  # DeepSpeed's defaults
 
 
-def set_deepspeed_schedule(given: ForeignSettingsFile, lr: float | None) -> None:
+def translate_deepspeed_lr_schedule(given: ForeignSettingsFile, lr: float | None) -> None:
     """Set `lr_schedule` of run.yaml to the curve of a DeepSpeed file's scheduler, or leave it for the user to fill in.
 
     Args:
@@ -115,7 +119,7 @@ def set_deepspeed_schedule(given: ForeignSettingsFile, lr: float | None) -> None
         "warmup_min_ratio",
         "cos_min_ratio",
     )
-    auto = [f"{SCHEDULER_PARAMS}{key}" for key in keys if given.is_automatic(f"{SCHEDULER_PARAMS}{key}")]
+    auto = [f"{SCHEDULER_PARAMS}{key}" for key in keys if given.has_auto_value(f"{SCHEDULER_PARAMS}{key}")]
     if name not in SCHEDULES or auto:
         reason = f"{', '.join(auto)}: auto" if auto else f"{name} has no equivalent among mega's schedules"
         given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
@@ -222,21 +226,21 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> RunYamlTranslat
     given.leave_open("data.train", "a token data set, written by `mega data preprocess`")
     given.add_note("open", "is set by the training program; mega's default is 1000", "train.steps")
     _set_batch(given, ranks)
-    set_deepspeed_schedule(given, _set_optimizer(given))
-    set_deepspeed_precision(given)
+    translate_deepspeed_lr_schedule(given, _set_optimizer(given))
+    translate_deepspeed_precision(given)
     stage = given.take_number("zero_optimization.stage")
     given.set_key("parallel.zero", stage, "zero_optimization.stage")
     given.copy_settings({"parallel.zero3_shard": "zero_optimization.zero_hpz_partition_size"})
     saved = [given.take_value(f"activation_checkpointing.{key}") for key in CHECKPOINTING]
     if any(saved):
         given.set_key("recompute", "full", "activation_checkpointing")
-    if given.take_value("gradient_clipping") is None and not given.is_automatic("gradient_clipping"):
+    if given.take_value("gradient_clipping") is None and not given.has_auto_value("gradient_clipping"):
         given.add_note(
             "open",
             "is not in the file: 0 up to DeepSpeed 0.19.2 (set here), 1 from 0.19.3 on",
             "gradient_clipping",
         )
-    given.write_defaults({"optimizer.clip_grad": 0.0, "parallel.zero": 0}, "DeepSpeed's")
+    given.set_missing_keys_to_defaults({"optimizer.clip_grad": 0.0, "parallel.zero": 0}, "DeepSpeed's")
     return given.finish_translation(REASONS, f"{ranks} ranks" if ranks else "")
 
 
@@ -298,7 +302,7 @@ def _set_optimizer(given: ForeignSettingsFile) -> float | None:
     """Set `optimizer`, and return its learning rate if the file has it."""
     name = given.take_value("optimizer.type")
     if name is not None and str(name).lower() not in ADAM:
-        given.note_optimizer(name, "optimizer.type")
+        given.note_untranslated_optimizer(name, "optimizer.type")
     if name is not None and str(name).lower() == "adam" and given.take_value(f"{PARAMS}adam_w_mode") is False:
         given.add_note(
             "changes meaning", "weight decay is decoupled from the gradient (AdamW)", "optimizer.params.adam_w_mode"
@@ -307,12 +311,14 @@ def _set_optimizer(given: ForeignSettingsFile) -> float | None:
         {f"optimizer.{key}": f"{PARAMS}{key}" for key in DEFAULTS} | {"optimizer.clip_grad": "gradient_clipping"}
     )
     for key in DEFAULTS:
-        if given.is_automatic(f"{PARAMS}{key}"):
+        if given.has_auto_value(f"{PARAMS}{key}"):
             given.leave_open(f"optimizer.{key}", f"optimizer.params.{key} is auto: set by HuggingFace's arguments")
     if name is None:
         given.add_note("open", "is set by the training program; mega's defaults are used here", "optimizer")
     else:
-        given.write_defaults({f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's")
+        given.set_missing_keys_to_defaults(
+            {f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's"
+        )
     set_optimizer_offload(given, "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
     _account_for_adam(given)
     lr = given.get_run_yaml_value("optimizer.lr")
@@ -326,4 +332,4 @@ def _account_for_adam(given: ForeignSettingsFile) -> None:
             given.add_note("no equivalent", "AdamW is used without it", f"{PARAMS}{key}: {not plain}")
     text = "mega has its own implementation of AdamW"
     patterns = ("adam_w_mode", "torch_adam", "fused", "foreach", "set_grad_none", "fp32_optimizer_states", "capturable")
-    given.note_matching("not needed", text, " ".join(f"{PARAMS}{key}" for key in patterns))
+    given.add_notes_on_matching_keys("not needed", text, " ".join(f"{PARAMS}{key}" for key in patterns))

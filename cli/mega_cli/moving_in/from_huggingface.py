@@ -23,10 +23,10 @@ from mega_cli.moving_in.hf_objective import (
     LEARNING_RATES,
     TrainingProgramDefaults,
     detect_training_program,
-    set_lora_section,
-    set_objective_section,
+    translate_hf_lora_settings,
+    translate_hf_objective,
 )
-from mega_cli.moving_in.hf_schedule import set_hf_schedule
+from mega_cli.moving_in.hf_schedule import translate_hf_lr_schedule
 from mega_cli.moving_in.settings_file import ForeignSettingsFile, Reasons
 
 SHARDING = {
@@ -184,7 +184,7 @@ REASONS: Mapping[NoteKind, Reasons] = {
 }  # fmt: skip
 
 
-def translate_hf_args(path: Path, ranks: int | None = None) -> RunYamlTranslation:
+def translate_hf_training_args(path: Path, ranks: int | None = None) -> RunYamlTranslation:
     """Translate the settings file `path` of HuggingFace TrainingArguments, of a run on `ranks` ranks, to a run.yaml.
     The file may also be another settings file with their names.
 
@@ -194,7 +194,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> RunYamlTranslatio
     given = ForeignSettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
     dialect = detect_training_program(given)
     _model_and_data(given, dialect)
-    objective = set_objective_section(given, dialect)
+    objective = translate_hf_objective(given, dialect)
     include_deepspeed_file(given)
     split = read_model_parallel_sizes(given)
     ranks = read_world_size(given, ranks, split)
@@ -205,12 +205,12 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> RunYamlTranslatio
         given.set_key("optimizer.clip_grad", 0, "max_grad_norm: null does not clip")
     if not given.has_key(*SAME["data.seq_length"].split()):
         given.set_key("data.seq_length", dialect.seq_length, f"{dialect.program}'s default")
-    set_hf_schedule(given, dialect, _set_learning_rate(given, dialect, objective), _set_length(given, dialect))
+    translate_hf_lr_schedule(given, dialect, _set_learning_rate(given, dialect, objective), _set_length(given, dialect))
     _optimizer(given)
     _savings(given, dialect)
     set_zero_level(given)
-    set_lora_section(given, dialect)
-    given.write_defaults(DEFAULTS, "HuggingFace's")
+    translate_hf_lora_settings(given, dialect)
+    given.set_missing_keys_to_defaults(DEFAULTS, "HuggingFace's")
     return given.finish_translation(REASONS, f"{ranks} ranks" if ranks else "")
 
 
@@ -316,16 +316,16 @@ def _optimizer(given: ForeignSettingsFile) -> None:
         )
     name = given.take_value("optim", "optimizer")
     if name is not None and not ADAMW.fullmatch(str(name)):
-        given.note_optimizer(name, "optim")
+        given.note_untranslated_optimizer(name, "optim")
     elif name is not None and re.search(r"[48]bit|fp8", str(name)):
         text = "moments are in fp32, sharded over the data ranks; optimizer.name: adamw8bit has them in 8 bits"
         given.add_note("changes meaning", text, f"optim: {name}")
     if name is None or (ADAMW.fullmatch(str(name)) and not str(name).startswith("ao_")):
         text = "HuggingFace's AdamW does not read it; betas and eps are adam_beta1, adam_beta2 and adam_epsilon"
-        given.note_matching("not needed", text, "optim_args optim_args.*")
+        given.add_notes_on_matching_keys("not needed", text, "optim_args optim_args.*")
     else:
         text = "is of an optimizer that is not translated; betas, eps and weight decay in it are for optimizer.*"
-        given.note_matching("open", text, "optim_args optim_args.*")
+        given.add_notes_on_matching_keys("open", text, "optim_args optim_args.*")
 
 
 def _savings(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
@@ -343,5 +343,5 @@ def _savings(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> No
         given.add_note("open", f"{mixed} is not translated; bf16 is set here: see precision and fp8", "mixed_precision")
         bf16 = True
     by_default = dialect.program in ("TRL", "Axolotl") and not fp16 and not given.has_key("bf16")
-    bf16 = bf16 or given.is_automatic("bf16") or by_default
+    bf16 = bf16 or given.has_auto_value("bf16") or by_default
     given.set_key("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16, fp16, mixed_precision")

@@ -93,7 +93,7 @@ FOREIGN = (
 PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
 
 
-def set_objective_section(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> str:
+def translate_hf_objective(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> str:
     """Set `objective` and the data settings of run.yaml from a settings file with HuggingFace's names.
     Returns the kind of the objective, such as dpo; `dialect` is the program of the file.
 
@@ -216,7 +216,7 @@ DOUBLE = (
 )  # fmt: skip
 
 
-def set_lora_section(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
+def translate_hf_lora_settings(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     """Set `lora` of run.yaml if a settings file with HuggingFace's names trains a LoRA adapter.
 
     Raises:
@@ -244,7 +244,9 @@ def set_lora_section(given: ForeignSettingsFile, dialect: TrainingProgramDefault
     saved = given.get_run_yaml_value("lora.modules_to_save")
     if isinstance(saved, str):
         given.set_key("lora.modules_to_save", [name.strip() for name in saved.split(",")], "additional_target")
-    given.write_defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
+    given.set_missing_keys_to_defaults(
+        {"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s"
+    )
     _put_modules(given, dialect)
     if four or adapter == "qlora":
         _put_bits(given, dialect)

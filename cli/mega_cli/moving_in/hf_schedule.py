@@ -27,7 +27,7 @@ class WarmupLength:
 
 
 @dataclass(frozen=True)
-class ScheduleDraft:
+class LrScheduleDraft:
     """Learning-rate scheduler of a HuggingFace-style settings file, under translation to `lr_schedule` of run.yaml.
 
     Attributes:
@@ -67,7 +67,7 @@ class ScheduleDraft:
             self.leave_open(f"num_cycles = {found:g} has no equivalent: mega's cosine falls once")
         return found == cycles
 
-    def minimum_rate(self) -> float | None:
+    def minimum_learning_rate(self) -> float | None:
         """Return the minimum learning rate of a cosine schedule that requires one.
         Without one, returns None and leaves `lr_schedule` of run.yaml for the user to fill in.
         """
@@ -77,25 +77,25 @@ class ScheduleDraft:
         return lowest if share is None else share * self.lr
 
 
-def _cosine(schedule: ScheduleDraft, origin: str) -> None:
+def _cosine(schedule: LrScheduleDraft, origin: str) -> None:
     if schedule.has_num_cycles():
         schedule.set_schedule("cosine", origin)
 
 
-def _cosine_with_restarts(schedule: ScheduleDraft, origin: str) -> None:
+def _cosine_with_restarts(schedule: LrScheduleDraft, origin: str) -> None:
     if schedule.has_num_cycles(1):
         schedule.set_schedule("cosine", origin)
 
 
-def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
-    lowest = schedule.minimum_rate()
+def _cosine_with_min_lr(schedule: LrScheduleDraft, origin: str) -> None:
+    lowest = schedule.minimum_learning_rate()
     if lowest is not None and schedule.has_num_cycles():
         schedule.set_schedule("cosine", origin, min_lr=lowest)
 
 
-def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
+def _cosine_warmup_with_min_lr(schedule: LrScheduleDraft, origin: str) -> None:
     """Set the cosine whose warm-up and decay both end one step early."""
-    lowest, first = schedule.minimum_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
+    lowest, first = schedule.minimum_learning_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
     warmup, falls = schedule.warmup.steps, schedule.has_num_cycles()
     if schedule.steps is None or not warmup:
         schedule.leave_open(
@@ -107,13 +107,13 @@ def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
         schedule.set_schedule("cosine", origin, **fields, warmup_steps=warmup - 1)
 
 
-def _inverse_sqrt(schedule: ScheduleDraft, origin: str) -> None:
+def _inverse_sqrt(schedule: LrScheduleDraft, origin: str) -> None:
     warmup, given = schedule.warmup.steps, schedule.given.take_integer(f"{KWARGS}timescale")
     scale = given if warmup is None else given or warmup or TIMESCALE
     schedule.set_schedule("inverse-sqrt", origin, timescale_steps=None if scale == warmup else scale)
 
 
-def _polynomial(schedule: ScheduleDraft, origin: str) -> None:
+def _polynomial(schedule: LrScheduleDraft, origin: str) -> None:
     power, end = schedule.take_number("power", 1.0), schedule.take_number("lr_end", 1e-7)
     if power == 1:
         schedule.set_schedule("linear", origin, min_lr=end)
@@ -121,7 +121,7 @@ def _polynomial(schedule: ScheduleDraft, origin: str) -> None:
         schedule.leave_open(f"power = {power:g} has no equivalent: mega has power 1, which is linear")
 
 
-def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
+def _warmup_stable_decay(schedule: LrScheduleDraft, origin: str) -> None:
     decay, stable = (schedule.given.take_integer(f"{KWARGS}num_{key}_steps") for key in ("decay", "stable"))
     shapes = [schedule.given.take_value(f"{KWARGS}{key}_type") for key in ("warmup", "decay")]
     lowest, warmup = schedule.take_number("min_lr_ratio", 0.0) * schedule.lr, schedule.warmup.steps
@@ -139,7 +139,7 @@ def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
         )  # fmt: skip
 
 
-CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
+CURVES: Mapping[str, Callable[[LrScheduleDraft, str], None]] = {
     "linear": lambda schedule, origin: schedule.set_schedule("linear", origin),
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
@@ -155,14 +155,16 @@ CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
 }
 
 
-def set_hf_schedule(given: ForeignSettingsFile, dialect: TrainingProgramDefaults, lr: float, steps: int | None) -> None:
+def translate_hf_lr_schedule(
+    given: ForeignSettingsFile, dialect: TrainingProgramDefaults, lr: float, steps: int | None
+) -> None:
     """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler.
     If that is not possible, it is left for the user to fill in.
     """
     found = given.take_value("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)
-    schedule = ScheduleDraft(given, lr, steps, warmup)
+    schedule = LrScheduleDraft(given, lr, steps, warmup)
     origin = f"lr_scheduler_type {name}" if found is not None else f"{dialect.program}'s default"
     if other := given.take_value("deepspeed.scheduler.type"):
         schedule.leave_open(f"{other} of DeepSpeed's file replaces {name}: see mega train --from-deepspeed")
@@ -205,7 +207,7 @@ def _axolotl_warmup(given: ForeignSettingsFile, steps: int | None) -> WarmupLeng
     return WarmupLength(2 if count == 1 else int(count))
 
 
-def _axolotl_cosine(schedule: ScheduleDraft, origin: str) -> bool:
+def _axolotl_cosine(schedule: LrScheduleDraft, origin: str) -> bool:
     """Set Axolotl's variants of the cosine; return False if the file has none."""
     given = schedule.given
     share, end = given.take_number("cosine_min_lr_ratio"), given.take_number("cosine_constant_lr_ratio")

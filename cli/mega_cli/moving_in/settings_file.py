@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mega_cli.megatron_args.run_draft import FlagNote, NoteKind
+from mega_cli.megatron_args.run_draft import FlagTranslationNote, NoteKind
 from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
@@ -32,7 +32,7 @@ class ForeignSettingsFile:
         self._take(_read(path, description))
         self._run: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
-        self._notes: list[FlagNote] = []
+        self._notes: list[FlagTranslationNote] = []
 
     def _take(self, values: Mapping[str, Any], path: str = "") -> None:
         found = dict(_flat(values, path))
@@ -140,9 +140,9 @@ class ForeignSettingsFile:
 
     def add_note(self, kind: NoteKind, text: str, name: str = "") -> None:
         """Add a note for the header of the new run.yaml, on the settings file's key `name` or a general one."""
-        self._notes.append(FlagNote(kind, text, name or None))
+        self._notes.append(FlagTranslationNote(kind, text, name or None))
 
-    def note_matching(self, kind: NoteKind, text: str, patterns: str) -> None:
+    def add_notes_on_matching_keys(self, kind: NoteKind, text: str, patterns: str) -> None:
         """Add a note on each untranslated key of the settings file that matches one of the glob patterns.
         The keys then count as translated.
         """
@@ -158,13 +158,13 @@ class ForeignSettingsFile:
             there = [name for name in names.split() if name in self._left]
             self.set_key(key, _parse_yaml_number(self.take_value(*names.split())), ", ".join(there))
 
-    def note_optimizer(self, name: object, key: str) -> None:
+    def note_untranslated_optimizer(self, name: object, key: str) -> None:
         """Add a note that the file's optimizer, `name`, is not translated and AdamW is set instead."""
         others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"but not {name}"
         known = "mega has adamw and muon"
         self.add_note("open", f"{known}, {others}; AdamW is set here: check it", key)
 
-    def write_defaults(self, values: Mapping[str, Any], whose: str) -> None:
+    def set_missing_keys_to_defaults(self, values: Mapping[str, Any], whose: str) -> None:
         """Set keys of the new run.yaml that are not set yet to the defaults of another program.
         They are set where the defaults of program `whose` differ from mega's.
         """
@@ -172,7 +172,7 @@ class ForeignSettingsFile:
             if key not in self._origins:
                 self.set_key(key, value, f"{whose} default")
 
-    def is_automatic(self, *keys: str) -> bool:
+    def has_auto_value(self, *keys: str) -> bool:
         """Return True if the value of one of the settings file's keys is `auto`, that is, decided elsewhere."""
         return any(self._values.get(key) == "auto" for key in keys)
 

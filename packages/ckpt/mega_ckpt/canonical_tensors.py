@@ -52,9 +52,9 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     out |= _hyper_connection(config, "model.hc_head.hc_", head=True) if config.hyper_connections else {}
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
-    if config.num_scores:
-        out[SCORE] = (config.num_scores, width)
-        out |= {SCORE_BIAS: (config.num_scores,)} if config.has_score_bias else {}
+    if config.num_score_outputs:
+        out[SCORE] = (config.num_score_outputs, width)
+        out |= {SCORE_BIAS: (config.num_score_outputs,)} if config.has_score_bias else {}
     elif config.task_head is None and not config.tie_embeddings:
         out[HEAD] = (vocab, embedded)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
@@ -141,7 +141,7 @@ def count_model_parameters(config: ModelConfig) -> int:
     return sum(map(math.prod, canonical_tensors(config).values()))
 
 
-def abbreviate_names(names: Iterable[str]) -> str:
+def abbreviate_name_list(names: Iterable[str]) -> str:
     """Format names for an error message: the first name and the number of further ones."""
     first, *others = sorted(names)
     return first + (f" (and {len(others)} more)" if others else "")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPES, Manifest, TensorChunk, TensorEntry
+from mega_ckpt.manifest import DTYPES, Manifest, ManifestTensorEntry, TensorChunk
 from mega_ckpt.shard_files import ShardFile, UnwrittenTensorChunk, check_file_size
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorBox, TensorShape, compute_slice_overlap, copy_overlap
@@ -61,10 +61,10 @@ class Checkpoint:
         checkpoint = cls(folder, Manifest.read_from_folder(folder), verify=verify)
         checkpoint._storage.cache_sizes()
         for name in checkpoint.manifest.files:
-            checkpoint.check_file(name)
+            checkpoint.check_file_in_manifest(name)
         return checkpoint
 
-    def check_file(self, name: str) -> None:
+    def check_file_in_manifest(self, name: str) -> None:
         """Check that a file of the checkpoint exists, is a regular file, and has the length in the manifest.
 
         Raises:
@@ -97,7 +97,7 @@ class Checkpoint:
         """Return the sorted keys of the checkpoint's tensors that start with `prefix`."""
         return sorted(key for key in self.manifest.tensors if key.startswith(prefix))
 
-    def tensor_entry(self, key: str) -> TensorEntry:
+    def tensor_entry(self, key: str) -> ManifestTensorEntry:
         """Return a tensor's record in the manifest: dtype, shape, and the stored chunks that it consists of.
 
         Raises:
@@ -148,7 +148,7 @@ class Checkpoint:
 
     def _shard(self, name: str) -> ShardFile:
         if name not in self._shards:
-            self.check_file(name)
+            self.check_file_in_manifest(name)
             if len(self._shards) >= MAX_OPEN_SHARDS:
                 del self._shards[next(iter(self._shards))]
             chunks = self._layout[name]

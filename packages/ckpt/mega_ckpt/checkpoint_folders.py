@@ -105,7 +105,7 @@ class RenameCommitter:
             raise
 
     def _rename(self, new: Path, step: int) -> None:
-        final, replaced = step_folder(self._root, step), None
+        final, replaced = get_checkpoint_step_folder(self._root, step), None
         if final.exists():
             replaced = self._hidden_path(step, "replaced")
             os.rename(final, replaced)
@@ -139,7 +139,7 @@ class RenameCommitter:
             shutil.rmtree(path)
         for path in complete:
             if _REPLACED.fullmatch(path.name):
-                os.rename(path, step_folder(self._root, step_from_path(path)))
+                os.rename(path, get_checkpoint_step_folder(self._root, step_from_path(path)))
                 fsync_directory(self._root)
         return left
 
@@ -176,7 +176,7 @@ class ManifestCommitter:
 
     def begin_save(self, step: int) -> Location:
         """Return a new unique path for the files of the checkpoint of `step`; nothing is created."""
-        return step_folder(self._root, step) / secrets.token_hex(4)
+        return get_checkpoint_step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
         """Upload the manifest, which makes the checkpoint on the object store complete.
@@ -184,7 +184,7 @@ class ManifestCommitter:
         """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
-            self._remove_other_saves(step_folder(self._root, manifest.step), keep=folder.name)
+            self._remove_other_saves(get_checkpoint_step_folder(self._root, manifest.step), keep=folder.name)
 
     def discard_save(self, folder: Location) -> None:
         """Remove all objects of an unfinished save; objects that cannot be deleted now are left to `remove_leftovers`."""
@@ -229,7 +229,7 @@ class ManifestCommitter:
 
 
 @contextlib.contextmanager
-def wrap_disk_errors() -> Iterator[None]:
+def convert_os_errors_to_checkpoint_errors() -> Iterator[None]:
     """Context manager that converts an OSError that names a file into a one-sentence CheckpointError."""
     try:
         yield
@@ -240,7 +240,7 @@ def wrap_disk_errors() -> Iterator[None]:
         raise CheckpointError(message, hint=hint) from error
 
 
-def committer_for(root: Location) -> CheckpointCommitter:
+def get_checkpoint_committer(root: Location) -> CheckpointCommitter:
     """Return the object that commits and removes the checkpoints below `root`.
     A `ManifestCommitter` on an object store, else a `RenameCommitter`.
     """
@@ -257,7 +257,7 @@ def put_manifest(folder: Location, manifest: Manifest) -> None:
         file.close()
 
 
-def step_folder(root: P, step: int) -> P:
+def get_checkpoint_step_folder(root: P, step: int) -> P:
     """Return the path of the checkpoint of `step`: `<root>/step-<8 digits>`."""
     return root / f"step-{step:08d}"
 
@@ -293,7 +293,7 @@ def make_durable_folder(folder: Path) -> None:
 
 def list_checkpoints(root: Location) -> list[Location]:
     """Return all complete, readable checkpoints below `root`, sorted by step; damaged ones are left out."""
-    return [path for path in committer_for(root).list_candidates() if _is_sound(path)]
+    return [path for path in get_checkpoint_committer(root).list_candidates() if _is_sound(path)]
 
 
 def latest_checkpoint(root: Location) -> Location | None:
@@ -304,7 +304,7 @@ def latest_checkpoint(root: Location) -> Location | None:
         CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since that
             would silently lose steps.
     """
-    for path in reversed(committer_for(root).list_candidates()):
+    for path in reversed(get_checkpoint_committer(root).list_candidates()):
         try:
             _check_step(path)
         except NoCheckpointError:  # a folder without a manifest is incomplete or being deleted
@@ -318,7 +318,7 @@ def latest_checkpoint(root: Location) -> Location | None:
     return None
 
 
-@wrap_disk_errors()
+@convert_os_errors_to_checkpoint_errors()
 def delete_old_checkpoints(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
@@ -337,7 +337,7 @@ def delete_old_checkpoints(
         if step_from_path(path) != best and not (keep_every and step_from_path(path) % keep_every == 0)
     ]
     for path in deleted:
-        committer_for(root).remove_checkpoint(path)
+        get_checkpoint_committer(root).remove_checkpoint(path)
     return deleted
 
 
@@ -348,23 +348,23 @@ def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
     return next((path for path in reversed(list_checkpoints(root)) if step_from_path(path) <= step), None)
 
 
-@wrap_disk_errors()
-def delete_after_step(root: Location, step: int) -> list[Location]:
+@convert_os_errors_to_checkpoint_errors()
+def delete_checkpoints_after_step(root: Location, step: int) -> list[Location]:
     """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back.
     Returns their paths. Call it on one rank.
     """
-    deleted = [path for path in committer_for(root).list_candidates() if step_from_path(path) > step]
+    deleted = [path for path in get_checkpoint_committer(root).list_candidates() if step_from_path(path) > step]
     for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
-        committer_for(root).remove_checkpoint(path)
+        get_checkpoint_committer(root).remove_checkpoint(path)
     return deleted
 
 
-@wrap_disk_errors()
+@convert_os_errors_to_checkpoint_errors()
 def remove_leftovers(root: Location) -> Sequence[Location]:
     """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`.
     Call it on one rank at start, while nothing is being saved.
     """
-    return committer_for(root).remove_leftovers()
+    return get_checkpoint_committer(root).remove_leftovers()
 
 
 def _check_step(path: Location) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.checkpoint import OPTIMIZER
-from mega_ckpt.checkpoint_folders import wrap_disk_errors
+from mega_ckpt.checkpoint_folders import convert_os_errors_to_checkpoint_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
 from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.disk_source import DiskSource
@@ -27,18 +27,18 @@ from mega_ckpt.formats.gguf_file import SUFFIX
 from mega_ckpt.formats.gguf_write import plan_gguf_folder, write_gguf_folder
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.hf_write import METADATA, plan_hf_folder, write_hf_folder
-from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
-from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
+from mega_ckpt.formats.megatron_dist_write import write_megatron_dist_checkpoint
+from mega_ckpt.formats.megatron_legacy_write import write_megatron_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_write import MegatronWriteInput, check_parallel_sizes, write_release_folder
+from mega_ckpt.formats.megatron_write import MegatronWriteInput, check_megatron_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
 from mega_ckpt.formats.quantized_parts import Calibration
 from mega_ckpt.formats.transformers_module import write_transformers_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.model_card import MODEL_CARD, add_quantization_to_readme, build_cards
-from mega_ckpt.resumable_folder import WriteJournal, open_resumable
+from mega_ckpt.model_card import MODEL_CARD, add_quantization_to_readme, build_model_cards
+from mega_ckpt.resumable_folder import WriteJournal, open_resumable_folder
 from mega_ckpt.source import (
     Implementation,
     MegaWeightSource,
@@ -49,8 +49,8 @@ from mega_ckpt.source import (
 )
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
-from mega_ckpt.stream_checkpoint import split_blocks, write_weights
-from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, choose_cast_dtype
+from mega_ckpt.stream_checkpoint import split_into_contiguous_slices, write_weights
+from mega_ckpt.weight_source import ConvertedTrainingState, OptimizerNotConverted, WeightSource, choose_cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
@@ -102,7 +102,7 @@ class ConvertOptions:
 Options = ConvertOptions  # deprecated name
 
 
-@wrap_disk_errors()
+@convert_os_errors_to_checkpoint_errors()
 def convert_checkpoint(
     source: str | Location,
     destination: str | Location,
@@ -144,7 +144,7 @@ def convert_checkpoint(
     if quantization:
         result = "their values are quantized again" if options.quantize else "the output is not"
         logger.info("the weights of %s are quantized (%s); %s", source, quantization, result)
-    with open_resumable(final, _conversion_identity(source, to, options)) as journal:
+    with open_resumable_folder(final, _conversion_identity(source, to, options)) as journal:
         try:
             if to == "mega":
                 write_weights(
@@ -298,11 +298,11 @@ def _add_cards(
     """Add the cards of a training run, and a section on the quantization."""
     if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
-        others = {**others, **build_cards(source.checkpoint, parameters, others)}
+        others = {**others, **build_model_cards(source.checkpoint, parameters, others)}
     return others if quantization is None else {**others, MODEL_CARD: add_quantization_to_readme(others, quantization)}
 
 
-def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTraining | None:
+def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTrainingState | None:
     """Return the optimizer state to carry over, else None; log it or the reason."""
     if not isinstance(source, MegatronSource | HfSource):
         return None
@@ -330,7 +330,7 @@ def _prepare_megatron(source: WeightSource, options: ConvertOptions) -> Megatron
     """Return Megatron's tensors and settings of a source, for parallel sizes that Megatron can load."""
     writing = MegatronWriteInput(source, options.tp, options.pp, options.dtype, options.implementation)
     ranks, local = options.megatron_format == "torch", options.implementation == "local"
-    check_parallel_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
+    check_megatron_parallel_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
     return writing
 
 
@@ -343,7 +343,7 @@ def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions,
         )
 
 
-MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_checkpoint}
+MEGATRON_FORMATS = {"torch_dist": write_megatron_dist_checkpoint, "torch": write_megatron_legacy_checkpoint}
 _WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJournal], None]] = {
     "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft, "mlx": _write_mlx,
     "gguf": _write_gguf,
@@ -351,7 +351,7 @@ _WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJourna
 
 
 def _verify_output(
-    weights: WeightSource, training: ConvertedTraining | None, folder: Location, options: ConvertOptions
+    weights: WeightSource, training: ConvertedTrainingState | None, folder: Location, options: ConvertOptions
 ) -> None:
     """Read the output back and check that it equals the input bit for bit."""
     kind: Implementation = "mega" if weights.model.transformers is None else "transformers"
@@ -368,20 +368,20 @@ def _compare_weights(source: WeightSource, output: WeightSource, dtype: torch.dt
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
             kind = choose_cast_dtype(source, name, dtype)
-            for offset, shape in split_blocks(source.tensor_shape(name), kind):
+            for offset, shape in split_into_contiguous_slices(source.tensor_shape(name), kind):
                 read, written = (each.read_tensor_slice(name, offset, shape) for each in (source, output))
                 _check_equal(name, read.to(kind), written)
                 bar.advance(written.nbytes)
 
 
-def _compare_optimizer(training: ConvertedTraining, output: Checkpoint) -> None:
+def _compare_optimizer(training: ConvertedTrainingState, output: Checkpoint) -> None:
     """Check that the optimizer state in a mega checkpoint equals `training` bit for bit."""
     total = sum(4 * math.prod(output.tensor_shape(key)) for key in output.tensor_keys(OPTIMIZER))
     with ProgressBar("comparing the optimizer", total=total, unit="bytes") as bar:
         for kind, tensors in training.tensors.items():
             for name in tensors.tensor_names():
                 key = f"{OPTIMIZER}{kind}/{name}"
-                for offset, shape in split_blocks(tensors.tensor_shape(name), torch.float32):
+                for offset, shape in split_into_contiguous_slices(tensors.tensor_shape(name), torch.float32):
                     written = output.read_tensor(key, offset, shape)
                     _check_equal(key, tensors.read_tensor_slice(name, offset, shape).float(), written)
                     bar.advance(written.nbytes)

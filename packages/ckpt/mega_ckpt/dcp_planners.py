@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, FileEntry, TensorChunk, is_exact_tiling
+from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, ManifestFileEntry, TensorChunk, is_exact_tiling
 from mega_ckpt.shard_files import UnwrittenTensorChunk, write_shards
 from mega_ckpt.tensor_pieces import MAX_SLAB_BYTES, ShardedTensor, TensorBox, TensorShape, split_slice_by_bytes
 from mega_common.errors import CheckpointError, MegaError
@@ -106,7 +106,7 @@ class TensorSliceSavePlanner(DefaultSavePlanner):
         """Collect this rank's tensor slices to save, by calling the constructor argument `tensors`.
         The argument `state_dict` is ignored.
         """
-        self.state_dict = wrap_for_dcp(self.tensors(), MAX_SLAB_BYTES)
+        self.state_dict = wrap_tensors_for_dcp(self.tensors(), MAX_SLAB_BYTES)
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -146,7 +146,11 @@ class TensorSliceLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Collect this rank's tensor slices to fill; `state_dict` is ignored."""
-        self.state_dict, self.metadata, self.is_coordinator = wrap_for_dcp(self.tensors), metadata, is_coordinator
+        self.state_dict, self.metadata, self.is_coordinator = (
+            wrap_tensors_for_dcp(self.tensors),
+            metadata,
+            is_coordinator,
+        )
 
     def create_local_plan(self) -> LoadPlan:
         """Check the slices to fill against the checkpoint, then let DCP find the overlaps with saved chunks.
@@ -193,7 +197,7 @@ class WrittenChunk:
 
     chunk: TensorChunk
     slab: UnwrittenTensorChunk
-    file: FileEntry
+    file: ManifestFileEntry
 
 
 class CheckpointSaveTarget(Protocol):
@@ -350,7 +354,7 @@ def _completed_future(value: T) -> Future[T]:
     return future
 
 
-def wrap_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
+def wrap_tensors_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
     """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP).
     With `slab_bytes`, each rank's slices are split into parts of at most that size.
     """

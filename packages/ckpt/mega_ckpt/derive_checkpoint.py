@@ -1,4 +1,4 @@
-"""Weights-only checkpoints derived from others: `prune_checkpoint` drops the optimizer, `average_checkpoints` computes a
+"""Weights-only checkpoints derived from others: `copy_checkpoint_without_training_state` drops the optimizer, `average_checkpoints` computes a
 weighted mean.
 
 Both stream a slab of a tensor at a time into a hidden folder next to the destination, which is renamed at the end: the
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.checkpoint import BUFFERS, WEIGHTS, Checkpoint
-from mega_ckpt.checkpoint_folders import make_durable_folder, wrap_disk_errors
+from mega_ckpt.checkpoint_folders import convert_os_errors_to_checkpoint_errors, make_durable_folder
 from mega_ckpt.families import is_equivalent_config
 from mega_ckpt.lora_adapter import is_adapter_checkpoint
 from mega_ckpt.manifest import MANIFEST
@@ -30,8 +30,8 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, RemotePath, parse_location
 
 
-@wrap_disk_errors()
-def prune_checkpoint(source: str | Location, destination: str | Location) -> None:
+@convert_os_errors_to_checkpoint_errors()
+def copy_checkpoint_without_training_state(source: str | Location, destination: str | Location) -> None:
     """Write a copy of the mega checkpoint at `source` to `destination` without the optimizer and trainer state.
 
     Weights, assets and the step are unchanged. The provenance gets an entry `pruned` with the source.
@@ -57,7 +57,7 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
         write_weights(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
-@wrap_disk_errors()
+@convert_os_errors_to_checkpoint_errors()
 def average_checkpoints(
     sources: Sequence[str | Location], destination: str | Location, *, weights: Sequence[float] | None = None
 ) -> None:

@@ -20,7 +20,7 @@ class HostStaging:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+    def copy_slices_to_host(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Copy this rank's slices of sharded tensors to host memory and return the copies.
         The next call overwrites them.
         """
@@ -28,10 +28,12 @@ class HostStaging:
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = allocate_host_memory(need, pinned=is_on_cuda(tensors))
-        return copy_into_buffer(tensors, self._buffer)
+        return copy_sharded_tensors_to_buffer(tensors, self._buffer)
 
 
-def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor) -> dict[str, ShardedTensor]:
+def copy_sharded_tensors_to_buffer(
+    tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
+) -> dict[str, ShardedTensor]:
     """Copy this rank's slices of sharded tensors into `buffer` and return the copies.
     The buffer is uint8 [at least `staging_bytes`] in host memory. The call waits for the device once, after all copies
     have started.

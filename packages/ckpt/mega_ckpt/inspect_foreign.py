@@ -11,11 +11,11 @@ from mega_ckpt.formats import litgpt
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf_file
 from mega_ckpt.formats.gguf_source import GgufSource
 from mega_ckpt.formats.hf_source import CONFIG, HfSource
-from mega_ckpt.formats.megatron_source import MegatronSource, iteration_folder
+from mega_ckpt.formats.megatron_source import MegatronSource, find_megatron_iteration_folder
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.source import open_weight_source
 from mega_ckpt.storage import open_storage_folder
-from mega_ckpt.stream_checkpoint import split_blocks
+from mega_ckpt.stream_checkpoint import split_into_contiguous_slices
 from mega_ckpt.verify import CheckpointSummary, VerifyReport, group_weights_by_dtype
 from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
@@ -23,7 +23,7 @@ from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
 
 
-def is_foreign_model(path: Location) -> bool:
+def is_hf_or_gguf_model(path: Location) -> bool:
     """Return whether there is a HuggingFace folder or a GGUF file, rather than a mega checkpoint, at `path`."""
     if (path / MANIFEST).is_file():
         return False
@@ -53,7 +53,7 @@ def inspect_foreign(path: Location) -> CheckpointSummary:
     )
 
 
-def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
+def verify_hf_or_gguf_model(path: Location, *, finite: bool = False) -> VerifyReport:
     """Read every tensor of a HuggingFace folder or a GGUF file, and report each that cannot be read.
     Tensors are dequantized. With `finite`, NaN and infinities are reported, too.
 
@@ -70,7 +70,7 @@ def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
         for name in names:
             try:
                 count = 0
-                for offset, shape in split_blocks(source.tensor_shape(name), source.tensor_dtype(name)):
+                for offset, shape in split_into_contiguous_slices(source.tensor_shape(name), source.tensor_dtype(name)):
                     part = source.read_tensor_slice(name, offset, shape)
                     count += int((~torch.isfinite(part.float())).sum()) if finite else 0
                     bar.advance(part.nbytes)
@@ -83,7 +83,7 @@ def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
 
 def _open_foreign(path: Location) -> HfSource | GgufSource:
     source = open_weight_source(path)
-    assert isinstance(source, (HfSource, GgufSource))  # callers check `is_foreign_model`
+    assert isinstance(source, (HfSource, GgufSource))  # callers check `is_hf_or_gguf_model`
     return source
 
 
@@ -100,7 +100,10 @@ def inspect_megatron(folder: Path) -> CheckpointSummary:
     Raises:
         CheckpointError: when it is damaged, or its settings are missing or not supported.
     """
-    source, files = MegatronSource(folder), [path for path in iteration_folder(folder).rglob("*") if path.is_file()]
+    source, files = (
+        MegatronSource(folder),
+        [path for path in find_megatron_iteration_folder(folder).rglob("*") if path.is_file()],
+    )
     contents, groups = source.contents, group_weights_by_dtype(source)
     saved_with = {name: contents.args[key] for name, key in _SIZES.items() if key in contents.args}
     return CheckpointSummary(

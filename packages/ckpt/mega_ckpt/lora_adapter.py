@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canonical_tensors
+from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_name_list, canonical_tensors
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_slice_by_elements
@@ -155,10 +155,10 @@ def check_adapter_modules(
     hint = "give the model that the adapter was trained for"
     expected, stored = adapter_tensor_shapes(modules), {name for name in shapes if is_adapter_tensor(name)}
     if missing := expected.keys() - stored:
-        raise CheckpointError(f"{where}: the tensor {abbreviate_names(missing)} is missing", hint=hint)
+        raise CheckpointError(f"{where}: the tensor {abbreviate_name_list(missing)} is missing", hint=hint)
     if unknown := stored - expected.keys():
         raise CheckpointError(
-            f"{where}: the tensor {abbreviate_names(unknown)} is not part of the adapter's configuration", hint=hint
+            f"{where}: the tensor {abbreviate_name_list(unknown)} is not part of the adapter's configuration", hint=hint
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -190,7 +190,7 @@ def check_initial_adapter(
     ]
     if dropped:
         raise CheckpointError(
-            f"{where}: the adapter's tensor {abbreviate_names(dropped)} is not trained by this run",
+            f"{where}: the adapter's tensor {abbreviate_name_list(dropped)} is not trained by this run",
             hint=f"add its module to lora.modules or lora.modules_to_save, or {merge}",
         )
     for module, of in modules.items():

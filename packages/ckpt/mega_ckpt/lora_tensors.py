@@ -110,7 +110,9 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
     return out
 
 
-def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]) -> frozenset[str]:
+def list_quantized_tensor_names(
+    model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]
+) -> frozenset[str]:
     """Return the names of the tensors that `lora.quantize` stores quantized.
     They are the weights of every projection that is not fully trained.
     """

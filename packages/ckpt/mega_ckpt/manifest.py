@@ -66,7 +66,7 @@ class TensorChunk(StrictConfig):
     checksum: Checksum
 
 
-class TensorEntry(StrictConfig):
+class ManifestTensorEntry(StrictConfig):
     """Record of a global tensor in a checkpoint's manifest.
     It has the tensor's safetensors dtype name, its shape, and the chunks that tile it.
     """
@@ -76,7 +76,7 @@ class TensorEntry(StrictConfig):
     chunks: tuple[TensorChunk, ...]
 
 
-class FileEntry(StrictConfig):
+class ManifestFileEntry(StrictConfig):
     """Record of a file in a checkpoint's manifest: length in bytes and XXH3-128 checksum of the whole file."""
 
     bytes: TensorBytes
@@ -98,8 +98,8 @@ class Manifest(StrictConfig):
     state: dict[str, JsonValue]
     provenance: dict[str, JsonValue] = {}
     folder: str = ""
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
+    files: dict[str, ManifestFileEntry]
+    tensors: dict[str, ManifestTensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield the inconsistencies between the manifest's records of tensors and files.
@@ -252,7 +252,7 @@ def _is_plain_path(name: str) -> bool:
     )
 
 
-def _tensor_problem(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+def _tensor_problem(key: str, tensor: ManifestTensorEntry, files: Mapping[str, ManifestFileEntry]) -> str | None:
     """Return the first rule that a tensor's entry breaks, or None."""
     if not key or not key.isprintable():
         return "the name of a tensor must be printable"

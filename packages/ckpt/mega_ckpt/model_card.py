@@ -33,7 +33,9 @@ _SHAPE = (
 )
 
 
-def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]) -> dict[str, bytes]:
+def build_model_cards(
+    checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]
+) -> dict[str, bytes]:
     """Return {file name: Markdown text} of the model card of a checkpoint of a training run.
     Cards on its data and training are included. The result is empty for a checkpoint without run settings.
 

@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 import xxhash
 from pydantic import ValidationError
 
-from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
+from mega_ckpt.manifest import MANIFEST, Checksum, ManifestFileEntry
 from mega_common.atomic_files import add_path_to_errors, rename_folder_into_place
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
@@ -40,7 +40,7 @@ class FinishedFile(StrictConfig):
         places: byte ranges of the tensors, (begin, end).
     """
 
-    file: FileEntry
+    file: ManifestFileEntry
     parts: tuple[Checksum, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
 
@@ -56,13 +56,13 @@ def write_without_journal(_name: str, _header: bytes, make: Callable[[], Finishe
     return make()
 
 
-def hash_file(path: Path) -> FileEntry:
+def hash_file(path: Path) -> ManifestFileEntry:
     """Read a file and return its length and XXH3-128 checksum."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as stream:
         while block := stream.read(READ_BYTES):
             digest.update(block)
-        return FileEntry(bytes=stream.tell(), checksum=digest.hexdigest())
+        return ManifestFileEntry(bytes=stream.tell(), checksum=digest.hexdigest())
 
 
 class WriteJournal(Protocol):
@@ -192,7 +192,9 @@ class RemoteJournal:
             unfinished.delete_objects()
 
 
-def open_resumable(final: Location, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[WriteJournal]:
+def open_resumable_folder(
+    final: Location, identity: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[WriteJournal]:
     """Context manager that yields a journal of a folder to fill, which becomes `final` on success.
     The folder is complete when the context exits without an error. An interrupted call with the same `identity`
     resumes.

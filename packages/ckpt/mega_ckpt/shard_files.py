@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk
+from mega_ckpt.manifest import DTYPE_NAMES, ManifestFileEntry, TensorChunk
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_without_journal
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape
@@ -98,10 +98,10 @@ class HashingFileWriter:
             self._file.write_block(block)
             self.bytes += len(block)
 
-    def close(self) -> FileEntry:
+    def close(self) -> ManifestFileEntry:
         """Finish the file and make it durable; return its length and checksum."""
         self._file.finish_file()
-        return FileEntry(bytes=self.bytes, checksum=self._hash.hexdigest())
+        return ManifestFileEntry(bytes=self.bytes, checksum=self._hash.hexdigest())
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +123,7 @@ def write_shards(
     resolve: Callable[[UnwrittenTensorChunk], Tensor],
     max_bytes: int,
     once: RunOnce = write_without_journal,
-) -> Iterator[tuple[list[tuple[UnwrittenTensorChunk, TensorChunk]], FileEntry]]:
+) -> Iterator[tuple[list[tuple[UnwrittenTensorChunk, TensorChunk]], ManifestFileEntry]]:
     """Write tensor slices to shard files of about `max_bytes` at most.
     The files are `<prefix>-000.safetensors`, ...; `resolve` returns the content of a slice. Yields, per file, its
     slices with their chunks, and its length and checksum.
@@ -206,7 +206,7 @@ class ShardFile:
         return data.view(dtype).view(chunk.shape)
 
 
-def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
+def check_file_size(path: Location, size: Callable[[], int], entry: ManifestFileEntry, keys: Sequence[str]) -> None:
     """Check that a shard file exists, is a regular file, and has the length recorded in the manifest.
     The file at `path` contains the tensors `keys`; `entry` is its record in the manifest, and `size` returns its actual
     length.

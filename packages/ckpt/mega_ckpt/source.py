@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mega_ckpt.canonical_tensors import abbreviate_names, canonical_tensors
+from mega_ckpt.canonical_tensors import abbreviate_name_list, canonical_tensors
 from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
 from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf_file
@@ -121,10 +121,10 @@ def _check_tensors(model: ModelConfig, shapes: Mapping[str, TensorShape], folder
         raise CheckpointError(f"{folder}: has {model.num_layers} layers, but only {len(shapes)} tensors of weights")
     expected = canonical_tensors(model)
     if missing := expected.keys() - shapes.keys():
-        raise CheckpointError(f"{folder}: the tensor {abbreviate_names(missing)} is missing", hint=_MODEL_HINT)
+        raise CheckpointError(f"{folder}: the tensor {abbreviate_name_list(missing)} is missing", hint=_MODEL_HINT)
     if unknown := shapes.keys() - expected.keys():
         raise CheckpointError(
-            f"{folder}: the tensor {abbreviate_names(unknown)} is not part of the model", hint=_MODEL_HINT
+            f"{folder}: the tensor {abbreviate_name_list(unknown)} is not part of the model", hint=_MODEL_HINT
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -311,7 +311,9 @@ def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -
         "neither trained nor saved with the run" if training else "copied by a conversion, but neither run nor trained"
     )
     for part, names in find_unsupported_parts(source.buffer_names()).items():
-        logger.warning("the %s of this model (%s) is not supported: it is %s", part, abbreviate_names(names), effect)
+        logger.warning(
+            "the %s of this model (%s) is not supported: it is %s", part, abbreviate_name_list(names), effect
+        )
 
 
 def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
@@ -348,7 +350,7 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
     )
     if missing := tensors.keys() - set(source.tensor_names()):
         raise CheckpointError(
-            f"the weights to load have no tensor {abbreviate_names(missing)}, which the model requires", hint=hint
+            f"the weights to load have no tensor {abbreviate_name_list(missing)}, which the model requires", hint=hint
         )
     for name, sharded in tensors.items():
         if source.tensor_shape(name) != sharded.shape:

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.checkpoint_folders import (
-    committer_for,
     delete_old_checkpoints,
+    get_checkpoint_committer,
+    get_checkpoint_step_folder,
     latest_checkpoint,
     list_checkpoints,
     remove_leftovers,
-    step_folder,
 )
 from mega_ckpt.dcp_planners import (
     ShardStorageReader,
@@ -40,7 +40,7 @@ from mega_ckpt.dcp_planners import (
     WrittenChunk,
 )
 from mega_ckpt.host_staging import HostStaging
-from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_checkpoint_manifest
+from mega_ckpt.manifest import DTYPE_NAMES, Manifest, ManifestFileEntry, ManifestTensorEntry, make_checkpoint_manifest
 from mega_ckpt.shard_files import HashingFileWriter
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import ShardedTensor
@@ -56,13 +56,13 @@ __all__ = [
     "Location",
     "RemotePath",
     "delete_old_checkpoints",
+    "get_checkpoint_step_folder",
     "latest_checkpoint",
     "list_checkpoints",
     "load_sharded_checkpoint",
     "parse_location",
     "remove_leftovers",
     "save_sharded_checkpoint",
-    "step_folder",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def save_sharded_checkpoint(
     """
     with _progress_on_first_rank(f"saving step {step}", group) as advance:
         _save_with_dcp(lambda: tensors, _CheckpointTarget(root, step, model, state, assets, provenance), group, advance)
-    return step_folder(root, step)
+    return get_checkpoint_step_folder(root, step)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _CheckpointTarget:
         make_checkpoint_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder; it must have the asset files of the checkpoint")
-        self.folder = committer_for(self.root).begin_save(self.step)
+        self.folder = get_checkpoint_committer(self.root).begin_save(self.step)
         return self.folder
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
@@ -122,18 +122,18 @@ class _CheckpointTarget:
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_checkpoint_manifest(self.step, self.model, self.state, self.provenance)
         folder, self.folder = self.folder, None
-        committer_for(self.root).commit_save(folder, _fill_manifest(manifest, written, files))
+        get_checkpoint_committer(self.root).commit_save(folder, _fill_manifest(manifest, written, files))
         logger.info(
             "saved step %d in %.1f s: %s",
             self.step,
             time.perf_counter() - self.begun,
-            step_folder(self.root, self.step),
+            get_checkpoint_step_folder(self.root, self.step),
         )
 
     def discard_save(self) -> None:
         """Remove the folder of the unfinished checkpoint, unless commit has started."""
         if self.folder is not None:
-            committer_for(self.root).discard_save(self.folder)
+            get_checkpoint_committer(self.root).discard_save(self.folder)
 
 
 def _save_with_dcp(
@@ -221,10 +221,10 @@ class AsyncSaver:
         started = time.perf_counter()
         self.wait_for_save()
         waited = time.perf_counter()
-        staged = _run_into_future(lambda: self._staging.copy_boxes(tensors))
+        staged = _run_into_future(lambda: self._staging.copy_slices_to_host(tensors))
         target = _CheckpointTarget(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
         self._running = self._thread.submit(_save_with_dcp, staged.result, target, self._group, _no_progress)
-        self._folder = step_folder(root, step)
+        self._folder = get_checkpoint_step_folder(root, step)
         return SaveStallTime(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
@@ -315,14 +315,14 @@ def _explain_error(cause: Exception) -> tuple[str, str | None]:
     return f"{type(cause).__name__}: {cause}", None
 
 
-def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[str, FileEntry]) -> Manifest:
+def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[str, ManifestFileEntry]) -> Manifest:
     """Return the manifest with all written chunks and files."""
     chunks: dict[str, list[WrittenChunk]] = {}
     for one in written:
         chunks.setdefault(one.slab.key, []).append(one)
         files[one.chunk.file] = one.file
     tensors = {
-        key: TensorEntry(
+        key: ManifestTensorEntry(
             dtype=DTYPE_NAMES[written_chunks[0].slab.dtype],
             shape=written_chunks[0].slab.global_shape,
             chunks=tuple(one.chunk for one in sorted(written_chunks, key=lambda one: one.slab.offset)),
@@ -332,7 +332,7 @@ def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[
     return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
 
 
-def _copy_assets(source: Path, folder: Location) -> dict[str, FileEntry]:
+def _copy_assets(source: Path, folder: Location) -> dict[str, ManifestFileEntry]:
     """Copy a folder's files to `assets/`, durably; return {name in the checkpoint: entry}."""
     files = {}
     for parent, _, names in os.walk(source):

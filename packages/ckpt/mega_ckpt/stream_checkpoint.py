@@ -15,11 +15,17 @@ from torch import Tensor
 
 from mega_ckpt.checkpoint import BUFFERS, OPTIMIZER, WEIGHTS
 from mega_ckpt.checkpoint_folders import put_manifest
-from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry, make_checkpoint_manifest
+from mega_ckpt.manifest import (
+    DTYPE_NAMES,
+    ManifestFileEntry,
+    ManifestTensorEntry,
+    TensorChunk,
+    make_checkpoint_manifest,
+)
 from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_without_journal
 from mega_ckpt.shard_files import HashingFileWriter, UnwrittenTensorChunk, write_shards
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_slice_by_elements
-from mega_ckpt.weight_source import ConvertedTraining, WeightSource, choose_cast_dtype
+from mega_ckpt.weight_source import ConvertedTrainingState, WeightSource, choose_cast_dtype
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
@@ -28,14 +34,17 @@ BLOCK_BYTES = 64 << 20
 FILE_BYTES = 4 << 30
 
 
-def split_blocks(shape: TensorShape, dtype: torch.dtype) -> Iterator[tuple[TensorShape, TensorShape]]:
+def split_into_contiguous_slices(shape: TensorShape, dtype: torch.dtype) -> Iterator[tuple[TensorShape, TensorShape]]:
     """Split a tensor of `shape` into contiguous slices (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
     return split_slice_by_elements(shape, BLOCK_BYTES // dtype.itemsize)
 
 
 def split_tensor_for_checkpoint(key: str, dtype: torch.dtype, shape: TensorShape) -> list[UnwrittenTensorChunk]:
     """Return the slices of at most `BLOCK_BYTES` that a checkpoint stores the tensor `key` as."""
-    return [UnwrittenTensorChunk(key, dtype, shape, offset, extent) for offset, extent in split_blocks(shape, dtype)]
+    return [
+        UnwrittenTensorChunk(key, dtype, shape, offset, extent)
+        for offset, extent in split_into_contiguous_slices(shape, dtype)
+    ]
 
 
 def write_checkpoint(
@@ -75,7 +84,7 @@ def write_checkpoint(
         for slab, chunk in contents:
             chunks[slab.key].append(chunk)
     tensors = {
-        key: TensorEntry(
+        key: ManifestTensorEntry(
             dtype=DTYPE_NAMES[by_key[key].dtype], shape=by_key[key].global_shape, chunks=tuple(tensor_chunks)
         )
         for key, tensor_chunks in chunks.items()
@@ -91,7 +100,7 @@ def write_weights(
     *,
     read: Callable[[str, TensorShape, TensorShape], Tensor] | None = None,
     dtype: torch.dtype | None = None,
-    training: ConvertedTraining | None = None,
+    training: ConvertedTrainingState | None = None,
     step: int = 0,
     provenance: Mapping[str, Any] | None = None,
     journal: WriteJournal | None = None,
@@ -153,7 +162,7 @@ def _split_model_tensors(source: WeightSource, dtype: torch.dtype | None) -> lis
     return slabs
 
 
-def _write_asset(path: Location, content: Path | bytes) -> FileEntry:
+def _write_asset(path: Location, content: Path | bytes) -> ManifestFileEntry:
     if isinstance(path, Path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with HashingFileWriter(path) as file:

@@ -94,7 +94,7 @@ def build_vision_module(raw: Mapping[str, Any]) -> Any:
     return body
 
 
-def compute_vision_buffers(body: Any) -> None:
+def materialize_vision_module(body: Any) -> None:
     """Give a module that `build_vision_module` returned uninitialised parameters in host memory, and its buffers' values.
     Memory of the parameters is used only once they are written.
 
@@ -108,7 +108,7 @@ def compute_vision_buffers(body: Any) -> None:
         body.initialize_weights()
 
 
-def name_vision_tensor(name: str) -> str:
+def to_canonical_vision_tensor_name(name: str) -> str:
     """Return the canonical name of a tensor of a vision module from its name in transformers.
     All tensors outside the encoder belong to the projector.
     """
@@ -123,7 +123,9 @@ def list_vision_tensors(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         CheckpointError: when transformers cannot build the encoder, or its tensors share memory.
     """
     body = build_vision_module(raw)
-    found = {name_vision_tensor(name): tuple(value.shape) for name, value in list_module_tensors(body).items()}
+    found = {
+        to_canonical_vision_tensor_name(name): tuple(value.shape) for name, value in list_module_tensors(body).items()
+    }
     if len(found) != len(list_module_tensors(body)):
         raise CheckpointError(f"model_type {raw.get('model_type')}: tensors of the vision encoder have the same names")
     return found

@@ -93,7 +93,7 @@ def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[
     """Return the problems of the damaged tensors of a file, or the damage of the file itself if no tensor is damaged."""
     path, entry = checkpoint.files / name, checkpoint.manifest.files[name]
     try:
-        checkpoint.check_file(name)
+        checkpoint.check_file_in_manifest(name)
     except CheckpointError as error:
         return [error.message]
     digest = xxhash.xxh3_128()

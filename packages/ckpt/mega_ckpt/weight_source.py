@@ -156,7 +156,7 @@ class TensorReader(Protocol):
 
 
 @dataclass(frozen=True)
-class ConvertedTraining:
+class ConvertedTrainingState:
     """Optimizer and trainer state converted from another trainer's checkpoint, to resume from, without the weights.
 
     Attributes:

@@ -551,7 +551,7 @@ class ModelConfig(StrictConfig):
         ]
 
     @property
-    def full_layer_config(self) -> ModelConfig:
+    def full_attention_layer_config(self) -> ModelConfig:
         """Configuration of the layers without a sliding window: this one, with the heads of `full_attention`."""
         if self.full_attention is None:
             return self
@@ -566,9 +566,11 @@ class ModelConfig(StrictConfig):
         if self.shares_keys(layer):
             width = self.shared_kv_ffn_hidden_size or self.ffn_hidden_size
             own = {"shared_kv_layers": self.num_layers, "ffn_hidden_size": width, "full_attention": None}
-            return (config if self.get_attention_window(layer) else config.full_layer_config).model_copy(update=own)
+            return (config if self.get_attention_window(layer) else config.full_attention_layer_config).model_copy(
+                update=own
+            )
         if self.full_attention is None or self.get_attention_window(layer) is None:
-            return config.full_layer_config
+            return config.full_attention_layer_config
         return config.model_copy(update={"full_attention": None})
 
     def shares_keys(self, layer: int) -> bool:
@@ -604,7 +606,7 @@ class ModelConfig(StrictConfig):
         return bool(of_head or (self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
 
     @property
-    def num_scores(self) -> int:
+    def num_score_outputs(self) -> int:
         """Number of outputs per token of a reward model or task head; 0 for a language model or an embedding model."""
         head = self.task_head
         return int(self.score) if head is None else head.labels if head.kind != "embedding" else 0
@@ -613,7 +615,9 @@ class ModelConfig(StrictConfig):
     def has_score_bias(self) -> bool:
         """True if the outputs of the task head have a bias, as in transformers for tokens and for encoders."""
         return (
-            self.num_scores > 0 and self.task_head is not None and (self.task_head.kind == "token" or not self.causal)
+            self.num_score_outputs > 0
+            and self.task_head is not None
+            and (self.task_head.kind == "token" or not self.causal)
         )
 
     @property

@@ -86,13 +86,13 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
     full = model.full_attention
     if full is None:
         return
-    if (heads := model.full_layer_config.num_attention_heads) % full.num_kv_heads:
+    if (heads := model.full_attention_layer_config.num_attention_heads) % full.num_kv_heads:
         rule = f"must divide num_attention_heads = {heads}"
         yield ConfigProblem("full_attention.num_kv_heads", rule, full.num_kv_heads)
     if full.num_attention_heads and (model.has_position_bias or model.shared_kv_layers):
         rule = "is not supported with position: alibi or relative, and shared_kv_layers"
         yield ConfigProblem("full_attention.num_attention_heads", rule, hint="position: rope")
-    if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
+    if model.position == "rope" and model.full_attention_layer_config.rotary_dim % 2:
         rule = "must give an even number of rotated elements"
         yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
 

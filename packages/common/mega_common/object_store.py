@@ -137,7 +137,7 @@ class RemotePath(str):
             cache.fetcher = _require_exact_ranges(self, cache.fetcher)
         return stream  # type: ignore[no-any-return]
 
-    def match_objects(self) -> dict[str, ObjectVersion]:
+    def glob_object_versions(self) -> dict[str, ObjectVersion]:
         """Return {URL: size and version} of all objects that match this path, sorted by name.
         Objects match it as a glob, or are at or below it if it is not a glob.
         """

@@ -134,7 +134,7 @@ class VisionConfig(StrictConfig):
         return self.patches_per_image // (self.native.merge if self.native else self.pool) ** 2 + self.feature_class
 
     @property
-    def features_per_square(self) -> int:
+    def features_per_tile(self) -> int:
         """Number of projector output rows for one square image or tile.
         They are its features, and with tiles one more, the end-of-row feature.
         """
@@ -152,7 +152,7 @@ class VisionConfig(StrictConfig):
         return self.pinpoints is not None or self.native is not None or self.module is not None
 
     @property
-    def has_grid_positions(self) -> bool:
+    def uses_mrope_grid_positions(self) -> bool:
         """True if the rotary positions of an image are those of the rows and columns of its features (M-RoPE)."""
         return self.native is not None or (self.module is not None and self.module.grid_positions)
 
@@ -175,20 +175,20 @@ class VisionConfig(StrictConfig):
         """Vision encoder layers whose features are added to the outputs of the first decoder layers, one for each."""
         return self.native.deepstack if self.native else ()
 
-    def count_features(self, height: int, width: int) -> int:
+    def count_image_features(self, height: int, width: int) -> int:
         """Return the number of projector outputs for an image or tile of `height` x `width` pixels.
         With a module, sizes are in features.
         """
         if self.native is None and self.module is None:
-            return self.features_per_square
+            return self.features_per_tile
         high, wide = self.get_feature_grid(height, width)
         return high * wide
 
-    def count_total_features(self, shapes: Iterable[Sequence[int]]) -> int:
+    def count_features_of_images(self, shapes: Iterable[Sequence[int]]) -> int:
         """Return the number of projector outputs for several images or tiles together.
         They are given by their pixel array shapes [3, height, width].
         """
-        return sum(self.count_features(*shape[1:]) for shape in shapes)
+        return sum(self.count_image_features(*shape[1:]) for shape in shapes)
 
     def get_feature_grid(self, height: int, width: int) -> tuple[int, int]:
         """Return (rows, columns) of the feature grid of an image of `height` x `width` pixels at native resolution."""

@@ -112,7 +112,7 @@ class BlendedDataset:
         """
         counts = self.count_samples_by_path(k)
         return {
-            name: source.find_position(counts[name]).model_dump()
+            name: source.find_stream_position(counts[name]).model_dump()
             for name, part, source in zip(counts, self._parts, self._sources, strict=True)
             if part.stream is not None and isinstance(source, BlockedSamples)
         }

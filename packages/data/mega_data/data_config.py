@@ -204,7 +204,7 @@ class DatasetSource(StrictConfig):
         return path
 
 
-class BlendStart(StrictConfig):
+class BlendRestartPoint(StrictConfig):
     """Restart point of a blend that was changed at a resume.
     It has the number of samples consumed by then, and samples read of each data set, by path.
     """
@@ -281,7 +281,7 @@ class DataConfig(StrictConfig):
         description="shares are weight * tokens ** (1 / temperature): 1 is by size, larger values favor small data sets; "
         "default: shares by weight alone",
     )
-    begun: BlendStart | None = Field(
+    begun: BlendRestartPoint | None = Field(
         None, description="start of the current blend, written by a run that was resumed with another blend"
     )
     image_folder: Path | None = Field(

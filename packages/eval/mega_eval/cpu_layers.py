@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.model_config import GATED_ACTIVATIONS
-from mega_trainer.kernels.fused_elementwise import gated_activation_leaf, inverse_rms, rms_norm_leaf, upcast_to_fp32
+from mega_trainer.kernels.fused_elementwise import (
+    fusible_gated_activation,
+    fusible_rms_norm,
+    inverse_rms,
+    upcast_to_fp32,
+)
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
@@ -92,7 +97,7 @@ def _flatten_norm(half: ResidualBranch) -> Callable[[Tensor], Tensor] | None:
         return None
     weight, eps = norm.weight, norm.eps
     if norm.zero_centered or upcast_to_fp32(weight) is not weight:
-        return lambda x: rms_norm_leaf(x, weight, eps, norm.zero_centered)[0]
+        return lambda x: fusible_rms_norm(x, weight, eps, norm.zero_centered)[0]
     count, added = weight.new_tensor(len(weight)), weight.new_tensor(eps)
     return lambda x: (x * inverse_rms(x, count, added)).mul_(weight)
 
@@ -115,7 +120,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
     if isinstance(work, FeedForward) and work.config.activation in GATED_ACTIVATIONS and work.norm is None:
         up, down, activation = _flatten_linear(work.up), _flatten_linear(work.down), work.config.activation
         limit = work.config.activation_limit
-        return lambda x, context: down(gated_activation_leaf(up(x), activation, limit))
+        return lambda x, context: down(fusible_gated_activation(up(x), activation, limit))
     return _wrap_module(work)
 
 

@@ -53,7 +53,7 @@ class EngineRequest:
     images: BatchImages | None = None
     adapter: str | None = None
 
-    def check_fits(self, config: ModelConfig, adapters: Collection[str], capacity: int) -> None:
+    def check_fits_engine(self, config: ModelConfig, adapters: Collection[str], capacity: int) -> None:
         """Raise DataError if the engine cannot process this request with the model and KV cache.
         It cannot process invalid tokens, an unknown adapter, or more tokens than the model or a KV cache of `capacity`
         tokens holds.
@@ -228,7 +228,7 @@ class RequestState:
             next((block.stop for block in self.image_ranges if block.start < end < block.stop), end) - self.num_computed
         )
 
-    def count_logits(self, count: int) -> int:
+    def count_tokens_needing_logits(self, count: int) -> int:
         """Return the number of the next `count` tokens to compute that need logits; they are the last ones."""
         if self.request.prompt_logprobs and self.num_computed < len(self.request.prompt):
             return count

@@ -34,7 +34,7 @@ class _TokenNumbers:
         return "".join(f"{token} " for token in ids)
 
 
-def compare_generation(case: LayoutCase) -> tuple[float, str] | str:
+def compare_generation_with_training(case: LayoutCase) -> tuple[float, str] | str:
     """Compare the log-probabilities of generated text with those of one training forward of the same tokens.
 
     Generation computes the prompt in chunks and new tokens one by one, with a cache.

@@ -78,7 +78,7 @@ def assemble_image_prompt(
     repeats[is_placeholder] = [picture.features.size for picture in pictures]
     tokens = np.repeat(tokens, repeats)
     rows = np.full(tokens.size, -1)
-    counts = [vision.count_total_features(part.shape for part in picture.pixels) for picture in pictures]
+    counts = [vision.count_features_of_images(part.shape for part in picture.pixels) for picture in pictures]
     rows[tokens == vision.image_token] = np.concatenate(
         [picture.features + first for picture, first in zip(pictures, np.cumsum([0, *counts]), strict=False)]
     )
@@ -123,7 +123,7 @@ def _assemble_module_prompt(
             hint="use the tokenizer of the model",
         )
     inputs, positions = [part for one in pictures for part in one.pixels], None
-    if vision.has_grid_positions:
+    if vision.uses_mrope_grid_positions:
         columns, grids = np.flatnonzero(rows >= 0), [(one.shape[1], one.shape[2]) for one in inputs]
         positions = torch.from_numpy(compute_mrope_positions(np.arange(tokens.size), columns, rows[columns], grids))[
             :, None

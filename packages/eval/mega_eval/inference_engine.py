@@ -128,7 +128,7 @@ class InferenceEngine:
             DataError: when the prompt is empty, too long or has tokens outside the vocabulary, the adapter is unknown, or
                 the grammar is invalid.
         """
-        request.check_fits(self._model.config, self._adapters.names, self.num_pages * self._page_size)
+        request.check_fits_engine(self._model.config, self._adapters.names, self.num_pages * self._page_size)
         before = () if self._model.config.encoder else request.prompt  # the text does not continue an encoder's input
         text = Continuation(self._tokenizer, request.limits, before)
         grammar = (
@@ -198,7 +198,7 @@ class InferenceEngine:
             chosen = self._choose_tokens(work, logits)
             end, done = 0, [row.num_computed for row, _ in work]
             for row, count in work:
-                own = slice(end, end := end + row.count_logits(count))
+                own = slice(end, end := end + row.count_tokens_needing_logits(count))
                 events += self._isolate_failure(
                     row, partial(self._process_outputs, row, count, logits, own, chosen[own])
                 )
@@ -229,7 +229,7 @@ class InferenceEngine:
         choices: list[TokenChoice | Literal["later"] | None] = []
         for row, count in work:
             own = row.list_token_choices() if count == row.num_pending_tokens else []
-            choices += [*([None] * (row.count_logits(count) - len(own))), *own]
+            choices += [*([None] * (row.count_tokens_needing_logits(count) - len(own))), *own]
         try:
             return choose_tokens(logits, choices)
         except Exception:  # noqa: BLE001 - due to one row's settings, which are to fail that row alone, when it is accepted
@@ -348,7 +348,7 @@ class InferenceEngine:
 
     @torch.inference_mode()
     def _forward(self, work: Sequence[tuple[RequestState, int]]) -> tuple[Tensor, Tensor]:
-        """Return the final hidden states [N, 1, D], and the logits [M, V] after the last `RequestState.count_logits`
+        """Return the final hidden states [N, 1, D], and the logits [M, V] after the last `RequestState.count_tokens_needing_logits`
         tokens of each row.
         """
         model, device = self._model, self._model.device
@@ -373,7 +373,7 @@ class InferenceEngine:
             tokens += (row.tokens[row.num_computed : total] + row.drafts)[:count]
             positions += range(row.num_computed, total)
             lengths += self._rope_lengths(row, count)
-            wanted += range(first + count - row.count_logits(count), first + count)
+            wanted += range(first + count - row.count_tokens_needing_logits(count), first + count)
         self._cache.begin_forward_pass(spans, device)
         if self._adapters.names:
             self._adapters.select_adapters([row.request.adapter for row, count in work for _ in range(count)], device)
@@ -439,7 +439,7 @@ class InferenceEngine:
             row.tokens.append(token)
             new += row.text.append_token(token)
             if row.grammar is not None and row.grammar.accept_token(token):
-                new += row.text.finish_text()
+                new += row.text.flush_held_back_text()
             if row.text.finish is not None or token != draft:
                 break
             row.num_computed += 1  # the accepted draft token is in the cache already

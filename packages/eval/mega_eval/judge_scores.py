@@ -121,7 +121,7 @@ class JudgeClient:
     model: str | None = None
     key: str | None = None
 
-    def find_model(self) -> str:
+    def get_judge_model_name(self) -> str:
         """Return the name of the judge.
 
         Raises:
@@ -207,7 +207,7 @@ def score_answers(judge: JudgeClient, prompts: Sequence[JudgedPrompt], answers: 
         ConfigError, TrainingError: when the judge refuses a request or does not answer.
         DataError: when no verdict is valid.
     """
-    name = judge.find_model()
+    name = judge.get_judge_model_name()
     materials = [_make_material(prompt, answer=answer) for prompt, answer in zip(prompts, answers, strict=True)]
     verdicts = _map_in_threads(lambda one: judge.ask_verdict(name, SCORE_FORM, one, SCORE_SCHEMA), materials)
     samples = [
@@ -229,7 +229,7 @@ def compare_answers(
         ConfigError, TrainingError: when the judge refuses a request or does not answer.
         DataError: when no verdict is valid.
     """
-    name = judge.find_model()
+    name = judge.get_judge_model_name()
     pairs = list(zip(prompts, answers, others, strict=True))
     materials = [
         _make_material(prompt, first=first, second=second)

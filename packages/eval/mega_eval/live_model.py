@@ -117,7 +117,7 @@ def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder
     build = LayerBuilder(
         config, replace(groups, cp=CommGroup("cp", (groups.world.rank,))), dtype=live.dtype, device=torch.device("meta"),
         adapts={} if run.lora is None else adapted_modules(config, run.lora), blocks=run.registry.make_block_factories(config),
-        functions=run.registry.bind_functions(config),
+        functions=run.registry.bind_extension_functions(config),
     )  # fmt: skip
     sharded = isinstance(live, FSDPModule)
     if config.per_layer_input_size and (sharded or groups.pp.size > 1):

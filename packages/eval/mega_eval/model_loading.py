@@ -115,7 +115,7 @@ def add_lora_adapter(
             module = layer.find_adapter(name)
             assert module is not None
             present.add_adapter(name, module.eval().requires_grad_(False))
-    selection.add_name(name)
+    selection.add_adapter_name(name)
 
 
 def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
@@ -129,7 +129,7 @@ def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
 
 def remove_lora_adapter(model: nn.Module, name: str, selection: PerRowAdapterSelection) -> None:
     """Remove a LoRA adapter, which no request uses, from `model` between two forward passes."""
-    selection.remove_name(name)
+    selection.remove_adapter_name(name)
     for layer in model.modules():
         if isinstance(layer, PerRowAdapters):
             layer.remove_adapter(name)
@@ -271,7 +271,7 @@ def load_inference_model(
     added = load_model_extensions(config, extensions, str(path))
     build = LayerBuilder(
         config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool,
-        blocks=added.make_block_factories(config), functions=added.bind_functions(config),
+        blocks=added.make_block_factories(config), functions=added.bind_extension_functions(config),
     )  # fmt: skip
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
     boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *iterate_saved_buffers(model)])

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.attention_masks import ALL, BandMask, PagedAttentionName, PagedRows
-from mega_trainer.kernels.flash_attention import fits_flash_head
+from mega_trainer.kernels.attention_masks import ALL, BandMask, PagedAttentionName, VisiblePagedKeys
+from mega_trainer.kernels.flash_attention import supports_flash_head_size
 from mega_trainer.kernels.paged_attention import flash_page_size
 from mega_trainer.model.forward_context import AttendFunction, CacheAttentionFunction, RecurrenceFunction
 
@@ -233,7 +233,7 @@ def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dty
         config.mla is None
         and config.attention_softcap is None
         and config.position not in ("alibi", "relative")
-        and fits_flash_head(config.query_key_head_dim)
+        and supports_flash_head_size(config.query_key_head_dim)
     )
     return (flash_page_size(device, dtype) if fused else None) or PAGE
 
@@ -265,7 +265,7 @@ class PagedCache:
         self._by_head = list(self._held)  # views of the same memory, in the layout of attention
         self._spans: list[RequestTokenSpan] = []
         self._visible_runs: dict[tuple[int | None, bool], list[list[SlotRun]]] = {}
-        self._paged_rows: dict[tuple[int | None, bool], PagedRows] = {}
+        self._paged_rows: dict[tuple[int | None, bool], VisiblePagedKeys] = {}
         self._single = 0  # number of leading spans with one token
         self._new = self._block_table = torch.empty(0)
 
@@ -303,7 +303,7 @@ class PagedCache:
         keys, values = self._view_visible_keys(layer, window, attend, slice(self._single))
         return attend.decode_attention(q, keys, values).unsqueeze(1)
 
-    def _list_paged_rows(self, window: int | None, device: torch.device, *, chunked: bool) -> PagedRows:
+    def _list_paged_rows(self, window: int | None, device: torch.device, *, chunked: bool) -> VisiblePagedKeys:
         """Return the visible keys of the rows with a single new token, under a window or none.
         The block table is copied to the device once per forward pass.
         """
@@ -314,7 +314,7 @@ class PagedCache:
                 row[: len(span.pages)] = span.pages[: len(row)]
             self._block_table = to_device(torch.from_numpy(table), device)
         first = [span.first_visible_position(window, chunked=chunked) for span in spans]
-        return PagedRows.from_bounds(
+        return VisiblePagedKeys.from_bounds(
             self._block_table, first, [span.total for span in spans], self.page_size, window=window, chunked=chunked
         )
 

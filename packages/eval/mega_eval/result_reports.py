@@ -72,7 +72,7 @@ def check_picture_file(path: Path) -> None:
         ) from None
 
 
-def draw_results(path: Path, results: Mapping[str, Any], title: str) -> None:
+def plot_task_results(path: Path, results: Mapping[str, Any], title: str) -> None:
     """Draw the metrics of results as a table, with bars and lines for their standard errors.
     Values between 0 and 1 have a bar, unless lower is better.
     """

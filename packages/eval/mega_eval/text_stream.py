@@ -123,7 +123,7 @@ class Continuation:
         """Number of tokens that may still be generated before `max_new_tokens` is reached."""
         return self.limits.max_new_tokens - len(self.tokens)
 
-    def finish_text(self) -> str:
+    def flush_held_back_text(self) -> str:
         """End the text without a stop condition and return the text that was kept back.
         It was kept back because it could begin a stop string; empty if the text has already ended.
         """
@@ -143,13 +143,15 @@ class Continuation:
             self.finish, self.stop = "stop", stop
             return self._held[: at + len(stop) * self.limits.include_stop]
         held = (
-            0 if self.finish else max((measure_stop_overlap(self._held, stop) for stop in self.limits.stop), default=0)
+            0
+            if self.finish
+            else max((measure_partial_stop_match(self._held, stop) for stop in self.limits.stop), default=0)
         )
         at = len(self._held) - held
         new, self._held = self._held[:at], self._held[at:]
         return new
 
 
-def measure_stop_overlap(text: str, stop: str) -> int:
+def measure_partial_stop_match(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

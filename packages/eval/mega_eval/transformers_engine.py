@@ -50,7 +50,7 @@ class TransformersEngine:
                 "images and separate adapters are not supported with a model of implementation: transformers",
                 hint="use a model type that mega has",
             )
-        request.check_fits(self._model.config, (), self._model.config.max_position)
+        request.check_fits_engine(self._model.config, (), self._model.config.max_position)
         grammar = (
             None
             if request.grammar is None
@@ -77,7 +77,7 @@ class TransformersEngine:
         row.tokens.append(token)
         new = row.text.append_token(token)
         if row.grammar is not None and row.grammar.accept_token(token):
-            new += row.text.finish_text()
+            new += row.text.flush_held_back_text()
         if row.text.finish is not None:
             self._waiting.popleft()
             self._cache = None

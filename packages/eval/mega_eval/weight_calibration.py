@@ -40,7 +40,7 @@ class TextCalibration:
     name: str
 
     @classmethod
-    def open_data(cls, model: str | Location, data: Path) -> TextCalibration:
+    def open_calibration_data(cls, model: str | Location, data: Path) -> TextCalibration:
         """Read the first `WINDOWS` sequences of a text file, encoded by the model's tokenizer, or of a token data set.
 
         Raises:

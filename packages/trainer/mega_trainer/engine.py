@@ -40,13 +40,13 @@ from mega_trainer.distributed.device import select_rank_device, to_host
 from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay, list_expert_layers
 from mega_trainer.parallel.parameter_info import get_local_values
-from mega_trainer.run.build_components import compute_dtype, connect_parallel_groups
+from mega_trainer.run.build_components import connect_parallel_groups, get_compute_dtype
 from mega_trainer.run.train_state import load_stage_weights
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 from mega_trainer.run.weight_stream import NamedTensors, RankShareSource, stream_weight_buckets
 
 # Returns the scalar loss of the log-probabilities of sequences.
@@ -86,7 +86,7 @@ class TrainingEngine:
         local = int(os.environ.get("LOCAL_RANK", rank))
         self._groups = groups or connect_parallel_groups(self.config, RankInfo(rank, size, local))
         self.device = select_rank_device(self.config.device, local)
-        self._state, self._executor = assemble_training(self.config, self._groups, self.device)
+        self._state, self._executor = build_training_state_and_executor(self.config, self._groups, self.device)
         self._assets: Mapping[str, Path | bytes] = {}
         self._offloaded: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         if self.config.init_from is not None:
@@ -189,7 +189,7 @@ class TrainingEngine:
         )  # fmt: skip
         result = replace(result, loss=to_host(value).item(), tokens=float(np.count_nonzero(weights)), mtp_loss=None)
         self._state.step += 1
-        self._state.guard.check_step(self._state.step, result)
+        self._state.guard.check_loss_and_grad_norm(self._state.step, result)
         return result
 
     def _pack_rows(self, sequences: Sequence[Sequence[int]]) -> PackedRows:
@@ -199,7 +199,7 @@ class TrainingEngine:
 
     @property
     def _is_fp64(self) -> bool:
-        return compute_dtype(self.config) == torch.float64
+        return get_compute_dtype(self.config) == torch.float64
 
     def _local_micro_batches(
         self, rows: PackedRows, weights: np.ndarray | None = None, routes: Sequence[Tensor] | None = None
@@ -243,7 +243,7 @@ class TrainingEngine:
         with self._executor.evaluation_mode():
             self._executor.run_operations(batches, 1.0)
         if self._groups.tp.rank == 0:
-            positions = rank_token_indices(out.shape[1], self._groups.cp).to(self.device)
+            positions = get_context_rank_token_indices(out.shape[1], self._groups.cp).to(self.device)
             for number, losses in self._executor.losses.items():
                 samples = torch.tensor(batches[number].samples, device=self.device)
                 out[samples.unsqueeze(1), positions] = -losses.to(out.dtype)

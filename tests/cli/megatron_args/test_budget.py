@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mega_cli.megatron_args.brace_expansion import expand_braces
+from mega_cli.megatron_args.brace_expansion import expand_shell_braces
 from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, search_extended_regex
-from mega_cli.megatron_args.shell_words import CharacterBudget, WordPiece, make_unknown_mark, split_on_blanks
+from mega_cli.megatron_args.shell_words import CharacterBudget, WordPiece, make_unknown_placeholder, split_on_blanks
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_a_script_that_makes_endless_text_is_refused(name: str) -> None:
     ],
 )  # fmt: skip
 def test_braces_expand_as_in_bash(word: str, made: str) -> None:
-    words = expand_braces([WordPiece(word, "plain", 1)], CharacterBudget().spend_characters)
+    words = expand_shell_braces([WordPiece(word, "plain", 1)], CharacterBudget().spend_characters)
     assert " ".join("".join(piece.text for piece in pieces if piece) for pieces in words) == made
 
 
@@ -103,5 +103,5 @@ def test_conditions_match_posix_expressions(pattern: str, text: str, found: bool
 
 
 def test_blanks_in_a_mark_part_nothing() -> None:
-    mark = make_unknown_mark("(date +%s)")
+    mark = make_unknown_placeholder("(date +%s)")
     assert split_on_blanks(f"a {mark}b  {mark}") == ["a", f"{mark}b", mark]

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.megatron_args.test_shell_words import BASH, in_bash, needs_bash, words
 
 from mega_cli.megatron_args.script_reader import interpret_shell_script
-from mega_cli.megatron_args.shell_words import format_unknown_marks
+from mega_cli.megatron_args.shell_words import format_unknown_placeholders
 
 PARAMETERS = [
     "${x//_}", "${x//a/b}", "${x/a/b}", "${x//[ab]/-}", "${x/#a/b}", "${x/%b/a}", "${x//\\//_}", "${x//./}", "${x%b}", "${x%.*}",
@@ -166,7 +166,7 @@ def run_in_bash(script: str, folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path):
     found = [
-        [format_unknown_marks(word.text) for word in command]
+        [format_unknown_placeholders(word.text) for word in command]
         for command in interpret_shell_script(SCRIPTS[name]).commands
     ]
     ours = [

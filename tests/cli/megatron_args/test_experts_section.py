@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
-from mega_cli.megatron_args.arithmetic import parse_layer_pattern
+from mega_cli.megatron_args.arithmetic import parse_megatron_layer_freq
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
@@ -226,4 +226,4 @@ def test_a_pattern_that_fits_no_layers_is_refused(flag: str, pattern: str):
     [("3", 3), ("[0]*3+[1]*2", [0, 0, 0, 1, 1]), ("([1]*2 + [0])*2", [1, 1, 0] * 2), ("2*[1,0]", [1, 0] * 2), ("x", None)],
 )  # fmt: skip
 def test_patterns_of_layers(text: str, expected: int | list[int] | None):
-    assert parse_layer_pattern(text) == expected
+    assert parse_megatron_layer_freq(text) == expected

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
+from mega_cli.megatron_args.arithmetic import evaluate_bash_arithmetic
 from mega_cli.megatron_args.script_reader import interpret_shell_script
-from mega_cli.megatron_args.shell_words import format_unknown_marks
+from mega_cli.megatron_args.shell_words import format_unknown_placeholders
 from mega_common.errors import ConfigError
 
 BASH = shutil.which("bash")
@@ -26,7 +26,7 @@ NAMES = st.sampled_from(["A", "B_2", "long_name"])
 def words(script: str) -> list[str]:
     """The arguments of the command `run` in a script."""
     found = [command for command in interpret_shell_script(script).commands if command[0].text == "run"]
-    return [format_unknown_marks(word.text) for word in found[0][1:]] if found else []
+    return [format_unknown_placeholders(word.text) for word in found[0][1:]] if found else []
 
 
 def in_bash(script: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_arithmetic_is_that_of_bash(expression: str, number: int):
 
 @pytest.mark.parametrize("expression", ["1 +", "2 ** -1", "a", "1 2", "(1", "1 ? 2", "1.5", "f(1)", "1 / 0", "'x'"])
 def test_arithmetic_of_anything_else_is_unknown(expression: str):
-    assert evaluate_arithmetic(expression) is None
+    assert evaluate_bash_arithmetic(expression) is None
 
 
 CONDITIONS = [
@@ -158,7 +158,7 @@ def test_where_it_is_not_known_which_way_a_script_goes_what_differs_is_open():
         'A=1; B=2; C="--x 1"; L=(--y)\n'
         'if [ "$1" = a ]; then A=2; C="$C --z 3"; L+=(--w); elif [ -d /y ]; then mkdir y; B=2; fi\nrun $A $B $C ${L[@]}'
     )
-    assert [format_unknown_marks(word.text) for word in script.commands[-1]] == (
+    assert [format_unknown_placeholders(word.text) for word in script.commands[-1]] == (
         ["run", "${A}", "2", "--x", "1", "${C}", "--y", "${L}"]
     )  # fmt: skip
     assert [line for line, _ in script.remarks] == [2]
@@ -175,7 +175,7 @@ def test_loops_that_nobody_knows_the_end_of_leave_open_what_they_set():
     script = interpret_shell_script(
         "for i in $(ls); do\n A=$i\ndone\nB=1\nwhile [ -f x ]; do\n B=2; done\nrun $A $B $i"
     )
-    assert [format_unknown_marks(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
+    assert [format_unknown_placeholders(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
     assert [line for line, _ in script.remarks] == [1, 5]
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mega_cli.megatron_args.shell_words import format_unknown_marks
-from mega_cli.megatron_args.training_command import TrainingCommand, find_training_command
+from mega_cli.megatron_args.shell_words import format_unknown_placeholders
+from mega_cli.megatron_args.training_command import MegatronTrainingCommand, find_training_command
 from mega_common.errors import ConfigError
 
 MODEL = "--num-layers 2 --hidden-size 64"
 
 
-def arguments(launch: TrainingCommand) -> str:
-    return " ".join(format_unknown_marks(word.text) for word in launch.arguments)
+def arguments(launch: MegatronTrainingCommand) -> str:
+    return " ".join(format_unknown_placeholders(word.text) for word in launch.arguments)
 
 
 LAUNCHERS = {

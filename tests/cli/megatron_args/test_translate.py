@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_cli.megatron_args import flag_tables as flags
-from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
-from mega_cli.megatron_args.run_draft import load_flag_handling
+from mega_cli.megatron_args.flag_tables import MegatronFlagSpec, load_megatron_flag_specs
+from mega_cli.megatron_args.run_draft import load_untranslated_flag_notes
 from mega_cli.megatron_args.translate import HEADINGS
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
-FLAGS = load_flag_tables()
-HANDLING = load_flag_handling()
+FLAGS = load_megatron_flag_specs()
+HANDLING = load_untranslated_flag_notes()
 
 GPT_345M = r"""
 #!/bin/bash
@@ -434,9 +434,9 @@ def test_a_warmup_share_is_that_of_the_decay():
     assert (run["lr_schedule"]["warmup_steps"], run["lr_schedule"]["decay_steps"]) == (2, 4)
 
 
-def dummy(flag: FlagSpec) -> list[str]:
+def dummy(flag: MegatronFlagSpec) -> list[str]:
     """A value of the right kind for a flag, that is not its default."""
-    if not flag.max_values:
+    if not flag.max_value_count:
         return []
     if flag.name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
         return ["M*-M"]
@@ -448,7 +448,7 @@ def dummy(flag: FlagSpec) -> list[str]:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_every_flag_ends_in_one_note_with_a_reason(flag: FlagSpec):
+def test_every_flag_ends_in_one_note_with_a_reason(flag: MegatronFlagSpec):
     translation = translate_launch_script(" ".join([COMPLETE, flag.name, *dummy(flag)]))
     found = [note for note in translation.notes if note.flag and note.flag.split()[0] == flag.name]
     assert [note.kind in HEADINGS or note.kind == "translated" for note in found] == [True]

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
-from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
-from mega_cli.megatron_args.run_draft import load_flag_handling
+from mega_cli.megatron_args.flag_tables import MegatronFlagSpec, load_megatron_flag_specs
+from mega_cli.megatron_args.run_draft import load_untranslated_flag_notes
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
-FLAGS = load_flag_tables()
-HANDLING = load_flag_handling()
+FLAGS = load_megatron_flag_specs()
+HANDLING = load_untranslated_flag_notes()
 COMPLETE = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 512
     --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --data-path data/text --bf16
@@ -87,14 +87,14 @@ LATENT = (
 )
 
 
-def has_key(flag: FlagSpec) -> bool:
+def has_key(flag: MegatronFlagSpec) -> bool:
     """Whether a key may come from a flag."""
     why = next((why for pattern, _, why in HANDLING if fnmatchcase(flag.name, pattern)), "")
     return (flag.type in ("int", "float") or bool(flag.choices)) and (not why or why.startswith("it has no effect"))
 
 
 @pytest.mark.parametrize("flag", filter(has_key, FLAGS), ids=lambda flag: flag.name)
-def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: FlagSpec):
+def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: MegatronFlagSpec):
     """Either the result is refused until it is filled in, or any value gives the same."""
     for base in (COMPLETE, RICH, LATENT):
         unset = settings(translate_launch_script(f"{base} {flag.name} $X"))

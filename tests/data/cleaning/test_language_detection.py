@@ -8,7 +8,7 @@ import pytest
 from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.clean_config import LanguageRule
 from mega_data.cleaning.language_detection import build_language_rule
-from mega_data.cleaning.quality_rules import DropDocument
+from mega_data.cleaning.quality_rules import DropDocumentVerdict
 from mega_data.cleaning.text_words import AnalyzedText
 
 ENGLISH = "The dog ran over the street and barked until it was tired."
@@ -22,14 +22,14 @@ def test_other_languages_and_none_go() -> None:
     for value, code in ((GERMAN, "de"), ("123", "und"), ("", "und")):
         text = AnalyzedText(value)
         found = judge(text, {})
-        assert isinstance(found, DropDocument)
+        assert isinstance(found, DropDocumentVerdict)
         assert (found.why, text.language) == (code, code)
 
 
 def test_what_is_not_sure_goes() -> None:
     pytest.importorskip("lingua", reason="tells languages")
     found = build_language_rule(LanguageRule(keep=["en", "de"], min_confidence=1.0))(AnalyzedText("in"), {})
-    assert isinstance(found, DropDocument)
+    assert isinstance(found, DropDocumentVerdict)
 
 
 def test_a_detector_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import pytest
 from mega_common.errors import DataError
 from mega_data.cleaning.clean_config import C4Rule, GopherQualityRule, GopherRepetitionRule, PiiRule
 from mega_data.cleaning.quality_rules import (
-    ChangeDocument,
-    DropDocument,
+    ChangeDocumentVerdict,
+    DropDocumentVerdict,
     _measure_duplicate_ngrams,
     _measure_top_ngram,
     apply_c4_rule,
@@ -21,7 +21,7 @@ from mega_data.cleaning.text_words import AnalyzedText
 GOOD = "This is a line of text.\nHere comes one more of them!\nIs that enough for you?"
 
 
-def judged(text: str, **changes: object) -> DropDocument | ChangeDocument | None:
+def judged(text: str, **changes: object) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
     return apply_c4_rule(AnalyzedText(text), C4Rule.parse(changes))
 
 
@@ -41,12 +41,12 @@ def test_good_lines_stay() -> None:
     ],
 )
 def test_lines_go(line: str, why: str) -> None:
-    assert judged(f"{GOOD}\n{line}") == ChangeDocument(GOOD, {f"lines {why}": 1})
+    assert judged(f"{GOOD}\n{line}") == ChangeDocumentVerdict(GOOD, {f"lines {why}": 1})
 
 
 def test_citations_go_out_of_lines() -> None:
     found = judged(GOOD.replace("text.", "text.[3]").replace("more", "more[citation needed]"))
-    assert isinstance(found, ChangeDocument)
+    assert isinstance(found, ChangeDocumentVerdict)
     assert found.text == GOOD
 
 
@@ -61,13 +61,13 @@ def test_citations_go_out_of_lines() -> None:
 )
 def test_documents_go(text: str, why: str) -> None:
     found = judged(text)
-    assert isinstance(found, DropDocument)
+    assert isinstance(found, DropDocumentVerdict)
     assert found.why == why
 
 
 def test_bad_words_are_those_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_text("Enough\nother\n")
-    assert judged(GOOD, bad_words=tmp_path / "bad.txt") == DropDocument("bad word", "enough")
+    assert judged(GOOD, bad_words=tmp_path / "bad.txt") == DropDocumentVerdict("bad word", "enough")
     with pytest.raises(DataError, match=r"none.txt: cannot be read"):
         judged(GOOD, bad_words=tmp_path / "none.txt")
 
@@ -84,7 +84,7 @@ def test_each_rule_can_be_off() -> None:
 
 
 def test_a_document_without_a_line_goes() -> None:
-    assert judged("nothing", min_sentences=0) == DropDocument("no line left")
+    assert judged("nothing", min_sentences=0) == DropDocumentVerdict("no line left")
 
 
 PROSE = " ".join(f"word{i} and some that number{i} of things" for i in range(12))
@@ -176,7 +176,7 @@ ALL = PiiRule(kinds=["email", "ip", "phone", "card", "iban"])
 )
 def test_what_is_found(text: str, masked: str) -> None:
     found = apply_pii_rule(AnalyzedText(text), ALL)
-    assert (found.text if isinstance(found, ChangeDocument) else text) == masked
+    assert (found.text if isinstance(found, ChangeDocumentVerdict) else text) == masked
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_what_looks_alike_stays(text: str) -> None:
 
 def test_a_document_can_be_dropped_instead() -> None:
     found = apply_pii_rule(AnalyzedText("a@example.com b@example.com 8.8.4.4"), PiiRule(action="drop"))
-    assert found == DropDocument("email and ip", "2 email, 1 ip")
+    assert found == DropDocumentVerdict("email and ip", "2 email, 1 ip")
 
 
 def test_patterns_of_ones_own() -> None:
     found = apply_pii_rule(AnalyzedText("number 123-45-6789"), PiiRule(patterns={"ssn": r"\b\d{3}-\d\d-\d{4}\b"}))
-    assert found == ChangeDocument("number <SSN>", {"ssn": 1})
+    assert found == ChangeDocumentVerdict("number <SSN>", {"ssn": 1})
 
 
 def test_time_is_linear_in_the_text() -> None:

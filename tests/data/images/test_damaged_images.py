@@ -13,7 +13,7 @@ from PIL import Image
 
 from mega_common.errors import DataError
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_pixels import UNREADABLE, count_placeholders, prepare_image
+from mega_data.images.image_pixels import UNREADABLE, count_image_placeholder_tokens, prepare_image
 
 
 def _png(width: int, height: int, pixels: bytes = b"") -> bytes:
@@ -63,7 +63,7 @@ TOO_LARGE = {
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("content", TOO_LARGE.values(), ids=TOO_LARGE)
-@pytest.mark.parametrize("read", [prepare_image, count_placeholders])
+@pytest.mark.parametrize("read", [prepare_image, count_image_placeholder_tokens])
 def test_an_image_of_too_many_pixels_is_refused(read: Callable[[bytes, VisionConfig], object], content: bytes) -> None:
     with pytest.raises(DataError, match="pixels"):
         read(content, VISION)

@@ -33,7 +33,7 @@ from mega_common.vision_config import VisionConfig
 from mega_data.images.image_pixels import (
     compute_mrope_positions,
     compute_native_size,
-    count_placeholders,
+    count_image_placeholder_tokens,
     prepare_image,
 )
 
@@ -69,7 +69,7 @@ def test_pixels(size: tuple[int, int]) -> None:
     # [rows, columns, 2, 2, 3, frames, size, size] of theirs, of which both frames are the same
     cut = theirs["pixel_values"].reshape(high // 2, wide // 2, 2, 2, 3, 2, 4, 4)[..., 0, :, :]
     np.testing.assert_array_equal(pixels, cut.transpose(4, 0, 2, 5, 1, 3, 6).reshape(pixels.shape))
-    assert len(ours.features) == count_placeholders(stream.getvalue(), VISION) == high * wide // 4
+    assert len(ours.features) == count_image_placeholder_tokens(stream.getvalue(), VISION) == high * wide // 4
 
 
 def expected(text: str, grids: list[tuple[int, int]]) -> list[list[int]]:
@@ -154,7 +154,7 @@ def test_tiles_and_placeholders_as_llava_next(size: tuple[int, int]) -> None:
     counting = SimpleNamespace(image_processor=processor, patch_size=8, num_additional_image_tokens=0)
     counting._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, counting)
     expected = LlavaNextProcessor._get_number_of_features(counting, size[1], size[0], 32, 32)
-    assert len(found.features) == expected == count_placeholders(stream.getvalue(), vision)
+    assert len(found.features) == expected == count_image_placeholder_tokens(stream.getvalue(), vision)
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + bytes(20)])

@@ -186,7 +186,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
     seen = [prepare_image(content, vision) for content in pictures]
     assert len({len(one.pixels) for one in seen}) == len({one.features.size for one in seen}) == 2
     whole = [
-        (one.pixels[row // vision.features_per_square].tobytes(), row % vision.features_per_square)
+        (one.pixels[row // vision.features_per_tile].tobytes(), row % vision.features_per_tile)
         for one in seen
         for row in one.features.tolist()
     ]
@@ -197,7 +197,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
             if images is not None:
                 rows = images.features.tolist()
                 own = [
-                    (images.pixels[row // vision.features_per_square].tobytes(), row % vision.features_per_square)
+                    (images.pixels[row // vision.features_per_tile].tobytes(), row % vision.features_per_tile)
                     for row in rows
                 ]
                 found += [at for at in range(len(whole)) if whole[at : at + len(own)] == own][:1]

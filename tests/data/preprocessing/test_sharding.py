@@ -18,7 +18,7 @@ from mega_data.preprocessing import dataset_output as output
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.preprocessing.sharding import InputShard, select_shard_sources
 from mega_data.reading.corpus_sources import find_corpus_sources
-from mega_data.token_files.dataset_commit import READY, finish_commit
+from mega_data.token_files.dataset_commit import READY, finish_interrupted_commit
 from mega_data.token_files.partial_folder import get_partial_folder
 from mega_data.token_files.verify_dataset import verify_dataset
 
@@ -212,7 +212,7 @@ def test_killed_before_any_change_of_the_disk_it_goes_on_to_the_same(
         if not killed_at(change, corpus, tokenizer_folder, whole):
             break
         if files(straight).items() <= files(whole).items() and not (get_partial_folder(whole) / READY).exists():
-            finish_commit(whole)  # all is there, but for a folder to remove
+            finish_interrupted_commit(whole)  # all is there, but for a folder to remove
         else:
             run(corpus, tokenizer_folder, whole, "1/2", overwrite=True)
         assert files(whole) == files(straight)

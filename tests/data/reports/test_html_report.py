@@ -23,7 +23,7 @@ from mega_data.reports.html_report import (
     count_near_duplicates,
     find_frequent_ngrams,
     sample_sequences,
-    write_html_report,
+    write_dataset_html_report,
 )
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -130,7 +130,7 @@ def corpus(tmp_path: Path, tokenizer_folder: Path) -> Path:
 
 
 def test_the_page_is_whole_asks_for_nothing_and_escapes_texts(corpus: Path) -> None:
-    write_html_report([corpus / "d", corpus / "clean"], corpus / "r.html", samples=13)
+    write_dataset_html_report([corpus / "d", corpus / "clean"], corpus / "r.html", samples=13)
     page = Page(corpus / "r.html")
     assert all(asked.startswith("#") for asked in page.asked)
     assert not page.tags & {"script", "link", "img", "iframe"}
@@ -139,7 +139,7 @@ def test_the_page_is_whole_asks_for_nothing_and_escapes_texts(corpus: Path) -> N
 
 
 def test_the_json_beside_it_has_what_the_page_shows(corpus: Path) -> None:
-    found = write_html_report([corpus / "d", corpus / "clean"], corpus / "r.html")
+    found = write_dataset_html_report([corpus / "d", corpus / "clean"], corpus / "r.html")
     assert json.loads((corpus / "r.json").read_text()) == json.loads(json.dumps(found))
     (described,), (cleaned,) = found["sets"], found["cleaned"]
     assert described["inspection"]["documents"] == 13
@@ -157,7 +157,7 @@ def test_a_data_set_without_description_and_an_empty_one(tmp_path: Path) -> None
         with IndexedWriter(tmp_path / name, np.uint16) as writer:
             for sequence in sequences:
                 writer.add_document(np.array(sequence, np.uint16))
-    found = write_html_report([tmp_path / "foreign", tmp_path / "empty"], tmp_path / "r.html")
+    found = write_dataset_html_report([tmp_path / "foreign", tmp_path / "empty"], tmp_path / "r.html")
     assert [described["languages"] for described in found["sets"]] == [None, None]
     assert "All data sets" in Page(tmp_path / "r.html").text
 
@@ -165,10 +165,10 @@ def test_a_data_set_without_description_and_an_empty_one(tmp_path: Path) -> None
 def test_what_is_refused(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(DataError, match=r"has no summary.json(?s:.*)prefix of a data set"):
-        write_html_report([other], corpus / "r.html")
+        write_dataset_html_report([other], corpus / "r.html")
     with pytest.raises(DataError, match="no such file"):
-        write_html_report([other / "d"], corpus / "r.html")
+        write_dataset_html_report([other / "d"], corpus / "r.html")
     train_tokenizer(["other text"], 260, other / "tok")
     with pytest.raises(DataError, match="requires the tokenizer"):
-        write_html_report([corpus / "d"], corpus / "r.html", tokenizer=Tokenizer(other / "tok"))
+        write_dataset_html_report([corpus / "d"], corpus / "r.html", tokenizer=Tokenizer(other / "tok"))
     assert not (corpus / "r.html").exists()

@@ -61,7 +61,7 @@ def test_no_neighbor_is_of_the_document_nor_holds_what_it_goes_on_with(
         return
     chunks = DocumentChunks(documents(tmp_path_factory.mktemp("d") / "d", rows), M)
     numbers = np.arange(len(chunks))
-    allowed = NeighborLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (len(chunks), 1)))
+    allowed = NeighborLeakFilter(chunks, chunks).mask_allowed_candidates(numbers, np.tile(numbers, (len(chunks), 1)))
     of, texts = chunks.find_documents(numbers), chunks.read_tokens(numbers, 2 * M)
     for one in numbers:
         after = [token for token in texts[one, M:].tolist() if token >= 0]
@@ -78,10 +78,10 @@ def test_no_neighbor_is_of_the_document_nor_holds_what_it_goes_on_with(
 
 def test_other_documents_are_allowed_and_another_database_too(tmp_path: Path) -> None:
     one = DocumentChunks(documents(tmp_path / "a", [[*range(16)], [*range(20, 36)]]), M)
-    assert NeighborLeakFilter(one, one).select_allowed(np.arange(4), np.tile(np.array([0, 1, 2, 3, -1]), (4, 1))).tolist() == [
+    assert NeighborLeakFilter(one, one).mask_allowed_candidates(np.arange(4), np.tile(np.array([0, 1, 2, 3, -1]), (4, 1))).tolist() == [
         [False, False, True, True, False]] * 2 + [[True, True, False, False, False]] * 2  # fmt: skip
     other = DocumentChunks(documents(tmp_path / "b", [[*range(40, 50)], [*range(20, 28)], [5, *range(16)]]), M)
-    found = NeighborLeakFilter(one, other).select_allowed(np.array([0, 2]), np.tile(np.arange(6), (2, 1)))
+    found = NeighborLeakFilter(one, other).mask_allowed_candidates(np.array([0, 2]), np.tile(np.arange(6), (2, 1)))
     assert found.tolist() == [[True, True, True, False, False, True], [True, True, False, True, True, True]]
 
 

@@ -134,7 +134,7 @@ def test_exact_search_is_brute_force_without_the_own_document(tmp_path: Path) ->
     values = embed(texts, lambda _: None).astype(np.float64)
     distances = ((values[:, None] - values) ** 2).sum(2)
     numbers = np.arange(120)
-    distances[~NeighborLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (120, 1)))] = np.inf
+    distances[~NeighborLeakFilter(chunks, chunks).mask_allowed_candidates(numbers, np.tile(numbers, (120, 1)))] = np.inf
     assert np.isinf(distances[0, :3]).all()
     told = np.take_along_axis(distances, neighbors(tmp_path / "d"), 1)
     np.testing.assert_array_equal(told, np.sort(distances, 1)[:, :3])  # of equal distances any

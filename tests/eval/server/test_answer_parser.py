@@ -12,7 +12,7 @@ import pytest
 from chat_templates import ALL_FORMS as FORMS
 
 from mega_eval.server.answer_formats import ChoiceDelta
-from mega_eval.server.answer_parser import ModelOutputParser, ModelOutputSyntax, parse_answer_parts
+from mega_eval.server.answer_parser import ModelOutputParser, ModelOutputSyntax, parse_reasoning_and_tool_calls
 from mega_eval.server.tool_formats import PLAIN_FORMAT, TOOL_FORMATS
 
 WEATHER = {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}}}  # fmt: skip
@@ -151,14 +151,14 @@ def test_choices_are_parsed_apart() -> None:
 
     async def found() -> dict[int, ChoiceDelta]:
         whole: dict[int, ChoiceDelta] = {}
-        parser = parse_answer_parts(
+        parser = parse_reasoning_and_tool_calls(
             said(), lambda: ModelOutputParser(ModelOutputSyntax(), TOOLS), PLAIN_FORMAT.make_call_id
         )
         async for part in parser:
             if part.begins:
                 whole[part.choice] = part
             else:
-                whole[part.choice].append_part(part)
+                whole[part.choice].append_delta(part)
         return whole
 
     whole = asyncio.run(found())

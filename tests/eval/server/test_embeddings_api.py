@@ -15,7 +15,7 @@ from masked_data import save_word_pieces
 from serving import service_of, serving
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_cli.serve import _make_embedder
 from mega_common.errors import CheckpointError
 from mega_data.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 64})
-    save_tiny(folder, family_by_name("llama"), config)
+    save_tiny(folder, find_family_by_name("llama"), config)
     return folder
 
 

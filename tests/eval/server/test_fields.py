@@ -15,7 +15,7 @@ from serving import service_of, serving
 from tiny_models import save_tiny, variant
 from torch import Tensor
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.extension_entries import Sampler
 from mega_common.strict_config import StrictConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
@@ -56,7 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> ModelService:
     train_tokenizer(["the end of the story is the beginning of the other story 🎉 naïve"] * 3, 290, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_by_name("llama"), config)
+    save_tiny(folder, find_family_by_name("llama"), config)
     return service_of(
         InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8), folder
     )

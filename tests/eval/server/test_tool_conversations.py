@@ -17,7 +17,7 @@ from served_models import STORY, openai_client
 from serving import Playback, service_of, serving
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import Tokenizer, train_tokenizer
@@ -184,7 +184,7 @@ def drawn(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     for family, folder in folders.items():
         tokenizer = Tokenizer(folder)
         config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 4096})
-        save_tiny(folder, family_by_name("llama"), config)
+        save_tiny(folder, find_family_by_name("llama"), config)
         engine = InferenceEngine(load_inference_model(folder), tokenizer, cache_tokens=4096, batch_size=8)
         services.append(service_of(engine, folder, name=family, max_length=2048))
     with serving(*services) as (url, _), openai_client(url) as client:
@@ -284,7 +284,7 @@ def test_every_api_has_a_field_for_a_single_call(drawn: OpenAI) -> None:
             ResponsesRequest(**response).to_chat_request(),
         ),
     ):
-        assert (one.constrains_calls(), many.constrains_calls()) == (True, False)
+        assert (one.constrains_tool_calls(), many.constrains_tool_calls()) == (True, False)
     answer = drawn.chat.completions.create(model="glm", messages=asked, tools=TOOLS, parallel_tool_calls=False, max_tokens=20, seed=1)  # fmt: skip
     assert len(answer.choices[0].message.tool_calls or []) <= 1
     with pytest.raises(

@@ -23,7 +23,7 @@ from mega_trainer.distributed.process_groups import (
     ProcessGroupCache,
     build_parallel_groups,
     list_communicating_groups,
-    warm_up_groups,
+    warm_up_nccl_communicators,
 )
 
 AXES = ("tp", "pp", "cp", "dp")
@@ -202,7 +202,7 @@ def warmed() -> list[list[int]]:
 
     with mock.patch.object(dist, "all_reduce", spy):
         for one in groups:
-            warm_up_groups(
+            warm_up_nccl_communicators(
                 one, list_communicating_groups(one, run(model={"tie_embeddings": True})), torch.device("cpu")
             )
     return talked

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.rng import TOKENS, SeededDropout
-from mega_trainer.parallel.context_parallel import rank_token_indices, residual_stream_token_ranges
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices, residual_stream_token_ranges
 
 WIDTH, SAMPLES = 3, [4, 9]
 
@@ -28,7 +28,7 @@ def test_ranks_draw_the_parts_of_one_mask(cp: int, tp: int, chunk: int, sp: bool
     whole = mask([range(length)])
     for c in range(cp):
         context = CommGroup("cp", tuple(range(cp)), c)
-        rows = rank_token_indices(length, context)
+        rows = get_context_rank_token_indices(length, context)
         for t in range(tp):
             tensor = CommGroup("tp", tuple(range(tp)), t)
             own = rows.chunk(tp)[t] if sp else rows

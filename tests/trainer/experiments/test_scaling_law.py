@@ -18,10 +18,10 @@ from mega_common.errors import ConfigError, DataError
 from mega_trainer.experiments.scaling_law import (
     ScalingFit,
     ScalingLaw,
-    TrainedModel,
+    ScalingLawPoint,
     fit_scaling_law,
-    read_points,
-    read_run_point,
+    read_scaling_point_of_run,
+    read_scaling_points_csv,
 )
 from mega_trainer.pages.run_log import RunLog
 
@@ -29,10 +29,10 @@ HOFFMANN = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28)  # arXiv:2203.15556, appen
 EPOCH = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)  # Besiroglu et al., arXiv:2404.10102
 
 
-def trained(law: ScalingLaw, noise: float, sizes: int = 6, lengths: int = 5, seed: int = 0) -> list[TrainedModel]:
+def trained(law: ScalingLaw, noise: float, sizes: int = 6, lengths: int = 5, seed: int = 0) -> list[ScalingLawPoint]:
     rng = np.random.default_rng(seed)
     return [
-        TrainedModel(f"{n:.0e} {d:.0e}", float(n), float(d), law.predict_loss(n, d) * math.exp(rng.normal(0, noise)))
+        ScalingLawPoint(f"{n:.0e} {d:.0e}", float(n), float(d), law.predict_loss(n, d) * math.exp(rng.normal(0, noise)))
         for n in np.geomspace(5e7, 1e10, sizes)
         for d in np.geomspace(1e9, 2e11, lengths)
     ]
@@ -46,7 +46,7 @@ def test_known_coefficients_are_found_exactly(law: ScalingLaw) -> None:
 
 def test_an_outlier_changes_little() -> None:
     points = trained(HOFFMANN, 0.0)
-    points[7] = TrainedModel("diverged", points[7].parameters, points[7].tokens, points[7].loss * 1.5)
+    points[7] = ScalingLawPoint("diverged", points[7].parameters, points[7].tokens, points[7].loss * 1.5)
     assert vars(fit_scaling_law(points)) == pytest.approx(vars(HOFFMANN), rel=0.01)
 
 
@@ -65,7 +65,7 @@ def test_intervals_and_held_out_errors_are_of_the_size_of_the_noise() -> None:
 
 @pytest.mark.parametrize("flops", [1e21, 5.76e23])
 def test_no_other_size_of_the_budget_has_a_lower_loss(flops: float) -> None:
-    best, tokens = EPOCH.find_optimum(flops)
+    best, tokens = EPOCH.find_compute_optimal_size(flops)
     assert 6 * best * tokens == pytest.approx(flops)
     others = [EPOCH.predict_loss(best * factor, tokens / factor) for factor in np.geomspace(0.2, 5, 101)]
     assert min(others) == pytest.approx(EPOCH.predict_loss(best, tokens), abs=1e-9)
@@ -73,15 +73,15 @@ def test_no_other_size_of_the_budget_has_a_lower_loss(flops: float) -> None:
 
 def test_the_optimum_of_published_coefficients() -> None:
     """Chinchilla's budget: about 32B parameters by the coefficients of the paper, 70B by those that were corrected."""
-    assert HOFFMANN.find_optimum(5.76e23)[0] == pytest.approx(32e9, rel=0.02)
-    assert EPOCH.find_optimum(5.76e23)[0] == pytest.approx(70e9, rel=0.1)
+    assert HOFFMANN.find_compute_optimal_size(5.76e23)[0] == pytest.approx(32e9, rel=0.02)
+    assert EPOCH.find_compute_optimal_size(5.76e23)[0] == pytest.approx(70e9, rel=0.1)
 
 
 def test_the_largest_runs_are_held_out() -> None:
     """A law that bends at large compute is noticed."""
     points = trained(HOFFMANN, 0.0)
     largest = max(points, key=lambda point: point.flops)
-    points[points.index(largest)] = TrainedModel("bend", largest.parameters, largest.tokens, largest.loss * 1.05)
+    points[points.index(largest)] = ScalingLawPoint("bend", largest.parameters, largest.tokens, largest.loss * 1.05)
     (held,) = ScalingFit.from_points(points, bootstrap=0, hold_out=1).held_out
     assert (held.point.name, held.relative_error) == ("bend", pytest.approx(1 / 1.05 - 1, rel=1e-4))
 
@@ -94,11 +94,11 @@ GRID = trained(HOFFMANN, 0.0, 3, 3)
     [
         (GRID[:6], "requires 7 runs"),
         (list(trained(HOFFMANN, 0.0, 2, 5)), "found 10 runs with 2 and 5"),
-        ([*GRID, TrainedModel("bad", 1e8, 0.0, 3.0)], "bad: parameters, tokens and loss must be positive"),
-        ([*GRID, TrainedModel("bad", 1e8, 1e9, math.nan)], "bad: parameters, tokens and loss must be positive"),
+        ([*GRID, ScalingLawPoint("bad", 1e8, 0.0, 3.0)], "bad: parameters, tokens and loss must be positive"),
+        ([*GRID, ScalingLawPoint("bad", 1e8, 1e9, math.nan)], "bad: parameters, tokens and loss must be positive"),
     ],
 )
-def test_points_that_no_law_fits_are_refused(points: Sequence[TrainedModel], message: str) -> None:
+def test_points_that_no_law_fits_are_refused(points: Sequence[ScalingLawPoint], message: str) -> None:
     with pytest.raises(DataError, match=message):
         fit_scaling_law(points)
 
@@ -134,7 +134,7 @@ def test_the_command_reads_csv_and_writes_a_page(tmp_path: Path, monkeypatch: py
 def test_a_csv_that_is_not_one_of_points(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "points.csv").write_text(text)
     with pytest.raises(DataError, match=message):
-        read_points(tmp_path / "points.csv")
+        read_scaling_points_csv(tmp_path / "points.csv")
 
 
 def test_a_run_is_a_point(tmp_path: Path) -> None:
@@ -145,8 +145,10 @@ def test_a_run_is_a_point(tmp_path: Path) -> None:
     settings = {"model": {**model, "tie_embeddings": True}, "data": {"train": "t"}, "train": {"steps": 10}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     matrices, norms = 4 * 8 * 8 + 3 * 8 * 16, 3 * 8
-    point = read_run_point(RunLog.read_folder(tmp_path), "loss", "active")
+    point = read_scaling_point_of_run(RunLog.read_folder(tmp_path), "loss", "active")
     assert (point.parameters, point.tokens, point.loss) == (matrices + norms + 10 * 8, 640, 2.5)
-    assert read_run_point(RunLog.read_folder(tmp_path), "loss", "non-embedding").parameters == matrices + norms
+    assert (
+        read_scaling_point_of_run(RunLog.read_folder(tmp_path), "loss", "non-embedding").parameters == matrices + norms
+    )
     with pytest.raises(ConfigError, match="has not logged valid_loss"):
-        read_run_point(RunLog.read_folder(tmp_path), "valid_loss", "active")
+        read_scaling_point_of_run(RunLog.read_folder(tmp_path), "valid_loss", "active")

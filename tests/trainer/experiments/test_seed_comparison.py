@@ -14,7 +14,7 @@ from scipy import stats
 
 from mega_cli.main import build_typer_app
 from mega_common.errors import ConfigError
-from mega_trainer.experiments.seed_comparison import SeedComparison, VariantRuns, compare_seeds
+from mega_trainer.experiments.seed_comparison import SeedComparison, VariantRuns, compare_variants_over_seeds
 
 BASE = [3.02, 3.05, 2.98, 3.01, 3.04]
 
@@ -33,7 +33,7 @@ def write_runs(root: Path, name: str, values: Sequence[float], seeds: Sequence[i
 def compare(root: Path, second: Sequence[float], seeds: Sequence[int], first: Sequence[float] = BASE) -> SeedComparison:
     patterns = write_runs(root, "a", first, range(len(first))), write_runs(root, "b", second, seeds, 2e-3)
     one, other = (VariantRuns.read_runs(pattern, "loss") for pattern in patterns)
-    return compare_seeds(one, other, "loss")
+    return compare_variants_over_seeds(one, other, "loss")
 
 
 def test_equal_seeds_are_compared_in_pairs(tmp_path: Path) -> None:

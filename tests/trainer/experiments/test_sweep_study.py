@@ -12,7 +12,7 @@ import yaml
 
 from mega_common.errors import ConfigError
 from mega_trainer.experiments.sweep_config import NumberRange, SweepConfig, parse_setting_words, parse_swept_values
-from mega_trainer.experiments.sweep_page import rank_rows, render_sweep_page
+from mega_trainer.experiments.sweep_page import format_trial_ranking_rows, render_sweep_page
 from mega_trainer.experiments.sweep_study import Sweep, SweepStudy, iterate_unfinished_trials
 
 pytest.importorskip("optuna")
@@ -111,7 +111,7 @@ def test_trials_are_ranked_by_the_mean_over_seeds_and_read_again(tmp_path: Path)
     sweep = Sweep.open_folder(tmp_path / "sweep", given, BASE, "run.yaml")
     ends = {0: (3.0, 3.2), 1: (2.0, 2.4), 2: (5.0, math.nan)}
     for trial, values in ends.items():
-        runs = sweep.make_runs(trial)
+        runs = sweep.create_trial_runs(trial)
         assert [run.settings["train.seed"] for run in runs] == [1234, 1235]
         for run, value in zip(runs, values, strict=True):
             write_log(run.folder, [9.0] * 18 + [value - 0.1, value + 0.1])
@@ -123,7 +123,7 @@ def test_trials_are_ranked_by_the_mean_over_seeds_and_read_again(tmp_path: Path)
     assert [result.number for result in results] == [1, 0, 2]
     assert results[0].mean == pytest.approx(2.2)
     assert results[0].standard_error == pytest.approx(0.2)
-    head, best, *_ = rank_rows(given, results)
+    head, best, *_ = format_trial_ranking_rows(given, results)
     assert dict(zip(head, best, strict=True))["loss"] == "2.2000 ± 0.2000"
     page = render_sweep_page("Sweep", given, results)
     assert "loss against optimizer.lr" in page
@@ -133,7 +133,7 @@ def test_trials_are_ranked_by_the_mean_over_seeds_and_read_again(tmp_path: Path)
 def test_a_run_whose_last_checkpoint_is_missing_is_not_finished(tmp_path: Path) -> None:
     """Killed between its last step and its save."""
     sweep = Sweep.open_folder(tmp_path / "sweep", config("optimizer.lr=1e-3", metric="loss"), BASE, "run.yaml")
-    (run,) = sweep.make_runs(0)
+    (run,) = sweep.create_trial_runs(0)
     write_log(run.folder, [1.0] * 20)
     (run.folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 20}}))
     assert not sweep.is_run_finished(run)
@@ -144,7 +144,7 @@ def test_a_run_whose_last_checkpoint_is_missing_is_not_finished(tmp_path: Path) 
 
 def test_a_metric_that_no_run_logs_is_refused_with_those_that_are(tmp_path: Path) -> None:
     sweep = Sweep.open_folder(tmp_path / "sweep", config("optimizer.lr=1e-3", metric="losss"), BASE, "run.yaml")
-    (run,) = sweep.make_runs(0)
+    (run,) = sweep.create_trial_runs(0)
     write_log(run.folder, [1.0] * 20)
     with pytest.raises(ConfigError, match="--metric losss is not logged"):
         sweep.finish_trial(0, failed=False)

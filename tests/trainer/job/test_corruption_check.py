@@ -42,7 +42,7 @@ def run_with(raw: dict[str, Any], fault: str) -> str:
     real_step, real_settle, real_assemble = (
         training_loop.train_step,
         StepGradientBucket.wait_for_reduce,
-        train_module.assemble_training,
+        train_module.build_training_state_and_executor,
     )
 
     def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
@@ -66,7 +66,7 @@ def run_with(raw: dict[str, Any], fault: str) -> str:
 
     with (
         mock.patch.object(training_loop, "train_step", step),
-        mock.patch.object(train_module, "assemble_training", assemble),
+        mock.patch.object(train_module, "build_training_state_and_executor", assemble),
         mock.patch("mega_trainer.parallel.gradient_buckets.StepGradientBucket.wait_for_reduce", settle),
     ):
         try:
@@ -231,7 +231,7 @@ def missed(raw: dict[str, Any]) -> list[str]:
     """Flip the highest bit of each of `places_of` on one rank, one after the other; return those with a wrong result."""
     rank, config = dist.get_rank(), RunConfig.parse(raw)
     groups = build_components.connect_parallel_groups(config, RankInfo(rank, 2, rank))
-    state, executor = train_module.assemble_training(config, groups, torch.device("cpu"))
+    state, executor = train_module.build_training_state_and_executor(config, groups, torch.device("cpu"))
     for stage in executor.stages.values():
         initialize_weights(stage, config.train.seed)
     state.optimizer.load_main_from_model()

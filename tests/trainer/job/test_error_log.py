@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from mega_common.errors import ConfigError, TrainingInterrupted
 from mega_trainer.job.error_log import ERRORS, RANKS, record_rank_errors
-from mega_trainer.job.error_translation import translate_errors
+from mega_trainer.job.error_translation import convert_oom_and_lost_rank_errors
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.pages.run_log import read_jsonl_records
 
@@ -20,8 +20,8 @@ def test_what_ends_a_rank_is_recorded_with_its_place_but_not_what_it_was_asked_t
         with (
             pytest.raises(type(error)),
             record_rank_errors(tmp_path, 3),
-            translate_errors(3, lambda: "before the first step", NotImplemented),
-            translate_errors(3, lambda: "step 7", NotImplemented),
+            convert_oom_and_lost_rank_errors(3, lambda: "before the first step", NotImplemented),
+            convert_oom_and_lost_rank_errors(3, lambda: "step 7", NotImplemented),
         ):
             raise error
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mega_common.errors import TrainingError
-from mega_trainer.job.error_translation import translate_errors
+from mega_trainer.job.error_translation import convert_oom_and_lost_rank_errors
 from mega_trainer.plan.memory_advice import MemoryAdvice, PredictedMemoryNeeds
 
 NEEDS = PredictedMemoryNeeds(
@@ -46,7 +46,7 @@ def test_what_befalls_a_rank_is_told_with_place_and_advice(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 70 * 10**9)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 74 * 10**9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
-    with pytest.raises(TrainingError) as told, translate_errors(3, lambda: "step 12", lambda: NEEDS):
+    with pytest.raises(TrainingError) as told, convert_oom_and_lost_rank_errors(3, lambda: "step 12", lambda: NEEDS):
         raise error
     assert told.value.message.startswith(f"rank 3 on {socket.gethostname()}, step 12: ")
     assert words in told.value.message
@@ -57,11 +57,11 @@ def test_what_befalls_a_rank_is_told_with_place_and_advice(
 def test_an_allocation_that_cannot_be_is_told() -> None:
     with (
         pytest.raises(TrainingError, match=r"out of memory on the host: cannot allocate .*B more"),
-        translate_errors(0, str, lambda: NEEDS),
+        convert_oom_and_lost_rank_errors(0, str, lambda: NEEDS),
     ):
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), translate_errors(0, str, lambda: NEEDS):
+    with pytest.raises(RuntimeError, match="shapes differ"), convert_oom_and_lost_rank_errors(0, str, lambda: NEEDS):
         raise RuntimeError("shapes differ")

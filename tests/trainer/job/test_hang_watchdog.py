@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from mega_trainer.distributed import device
-from mega_trainer.distributed.comm import CommGroup, PendingWork, RingTransfer
+from mega_trainer.distributed.comm import CommGroup, PendingCollective, RingTransfer
 from mega_trainer.job import hang_watchdog as watch_module
 from mega_trainer.job.hang_watchdog import HangWatchdog, RankHeartbeat, _blocking_ranks, find_stragglers
 from mega_trainer.job.rank_position import (
@@ -44,7 +44,7 @@ class Never:
 
 
 def host_waits(never: Never) -> object:
-    return RingTransfer(TENSOR, TENSOR, [PendingWork(never, CommGroup("cp", tuple(range(9))))]).wait()
+    return RingTransfer(TENSOR, TENSOR, [PendingCollective(never, CommGroup("cp", tuple(range(9))))]).wait()
 
 
 def device_waits(never: Never) -> object:
@@ -53,7 +53,7 @@ def device_waits(never: Never) -> object:
 
 def bucket_waits(never: Never) -> object:
     """At the end of a step's backwards, for the sums over the data ranks."""
-    bucket = SimpleNamespace(_flight=(PendingWork(never, CommGroup("dp", (0, 2))), None, None), grads=None)
+    bucket = SimpleNamespace(_flight=(PendingCollective(never, CommGroup("dp", (0, 2))), None, None), grads=None)
     bucket.wait_for_reduce = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
     return FlatBufferStage.finish_gradients(SimpleNamespace(_in_flight=deque([bucket]), buffers=[]))  # type: ignore[arg-type]
 
@@ -112,7 +112,7 @@ STACKS: dict[str, tuple[list[tuple[str, str]], str]] = {  # innermost line first
         "synchronize",
     ),
     "the copies of a save": (
-        [("torch/cuda/streams.py", "synchronize"), ("mega_ckpt/host_staging.py", "copy_boxes")],
+        [("torch/cuda/streams.py", "synchronize"), ("mega_ckpt/host_staging.py", "copy_slices_to_host")],
         "synchronize",
     ),
     "the whole device": (

@@ -21,7 +21,7 @@ from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job import memory_checkpoint as memory_module
-from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopyStep, should_keep_memory_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
 from mega_trainer.job.resume import convert_epochs_to_steps, find_newer_memory_copy, inherit_data_order
 
@@ -142,7 +142,7 @@ def bring_to_a_checkpoint(root: Path, nodes: tuple[int, ...], folder: Path) -> t
     whole = one.newest_complete_step()
     assert whole is not None
     assert whole.state == {"consumed": 70}
-    shares = one.checkpoint_shares(whole)
+    shares = one.get_checkpoint_shares_of_copies(whole)
     save_sharded_checkpoint(
         folder, whole.step, shares, model=ModelConfig.parse(load_model_preset("tiny")), state=whole.state
     )
@@ -180,10 +180,10 @@ def test_copies_that_have_no_room_are_refused_on_all_ranks(tmp_path: Path) -> No
 
 def test_copies_are_kept_where_ranks_are_started_again(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
     asked, again = RunConfig.parse(settings(checkpoint={"memory_every": 1})), {"TORCHELASTIC_MAX_RESTARTS": "3"}
-    assert should_keep_copies(asked, again)
-    assert not should_keep_copies(RunConfig.parse(settings()), again)
+    assert should_keep_memory_copies(asked, again)
+    assert not should_keep_memory_copies(RunConfig.parse(settings()), again)
     with caplog.at_level("INFO", "mega"):
-        assert not should_keep_copies(asked, {"TORCHELASTIC_MAX_RESTARTS": "0"})
+        assert not should_keep_memory_copies(asked, {"TORCHELASTIC_MAX_RESTARTS": "0"})
     assert "has no effect without a launcher that restarts ranks (torchrun --max-restarts)" in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     saved = inherit_data_order(convert_epochs_to_steps(config, 40.0), {}).model_dump(mode="json", by_alias=True)
     assert saved["train"]["steps"] == 20
     memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
-    memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
+    memory.newest_complete_step.return_value = MemoryCopyStep(3, 1, {"settings": saved, "consumed_samples": 12})
     assert find_newer_memory_copy(config, None, memory) is memory.fetch_local_copy.return_value
 
 

@@ -38,13 +38,13 @@ def test_what_lies_within_a_phase_is_not_counted_twice(clock: list[float]) -> No
             clock[0] = 7
         clock[0] = 8
     clock[0] = 20
-    assert phases.take_durations() == {"backward": 3, "pipeline": 4}
+    assert phases.take_phase_durations() == {"backward": 3, "pipeline": 4}
     assert phases.current == ""
     with phases.time_phase("evaluate"):
         clock[0] = 25
         with phases.time_phase("forward"):
             clock[0] = 26
-    assert phases.take_durations() == {"evaluate": 6}
+    assert phases.take_phase_durations() == {"evaluate": 6}
 
 
 def test_waiting_for_items_is_a_phase(clock: list[float]) -> None:
@@ -58,7 +58,7 @@ def test_waiting_for_items_is_a_phase(clock: list[float]) -> None:
     told = []
     for item in time_data_waits(loader(), phases.time_phase):
         clock[0] += 10
-        told.append((item, phases.take_durations()))
+        told.append((item, phases.take_phase_durations()))
     assert told == [("a", {"data": 2}), ("b", {"data": 2})]
 
 
@@ -90,11 +90,11 @@ def test_the_host_waits_for_no_device_and_tells_the_rest_the_next_time(monkeypat
     for name in ("forward", "update"):
         with phases.time_phase(name):
             pass
-    assert phases.take_durations() == {"forward": 1}
+    assert phases.take_phase_durations() == {"forward": 1}
     with phases.time_phase("forward"):
         pass
-    assert phases.take_durations() == {"update": 1}
-    assert phases.take_durations() == {"forward": 1}
+    assert phases.take_phase_durations() == {"update": 1}
+    assert phases.take_phase_durations() == {"forward": 1}
 
 
 def test_a_run_tells_its_phases(settings: Settings) -> None:

@@ -24,7 +24,7 @@ from mega_trainer.job.private_folder import (
     claim_private_folder,
     launcher_folder_path,
     load_secret_key,
-    remove_abandoned_folders,
+    remove_abandoned_memory_copies,
 )
 
 KEY = b"k" * 32
@@ -185,7 +185,7 @@ def test_only_folders_of_ended_launchers_are_swept(tmp_path: Path, kept: bool, m
     with open(path / LOCK_NAME) as lock:
         if locked:
             fcntl.flock(lock, fcntl.LOCK_SH)
-        remove_abandoned_folders(tmp_path)
+        remove_abandoned_memory_copies(tmp_path)
     assert path.exists() == (kept or (locked and "namespace" in made))
 
 
@@ -194,7 +194,7 @@ def test_a_reused_process_id_is_another_launcher(tmp_path: Path) -> None:
         path = launched(tmp_path)
         owner = json.loads((path / OWNER_NAME).read_text())
         (path / OWNER_NAME).write_text(json.dumps({**owner, "launcher": process.pid}))
-        remove_abandoned_folders(tmp_path)
+        remove_abandoned_memory_copies(tmp_path)
         assert not path.exists()
         process.kill()
 
@@ -202,5 +202,5 @@ def test_a_reused_process_id_is_another_launcher(tmp_path: Path) -> None:
 def test_folders_of_other_names_are_not_swept(tmp_path: Path) -> None:
     for name in ("mega-1", f"mega-{os.getpid()}", "other", f"mega-{os.geteuid() + 1}-0"):
         (tmp_path / name).mkdir(mode=0o700)
-    remove_abandoned_folders(tmp_path)
+    remove_abandoned_memory_copies(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.resume import check_resume_settings, check_setting_changes, diff_run_settings
+from mega_trainer.job.resume import check_resume_settings, diff_run_settings, list_allowed_setting_changes
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -17,22 +17,22 @@ Settings = Callable[..., dict[str, Any]]
 def test_changes_of_the_model_are_grave(settings: Settings) -> None:
     saved = RunConfig.parse(settings()).model_dump(mode="json", by_alias=True)
     raw = settings(optimizer={"lr": 2e-2})
-    assert check_setting_changes(saved, RunConfig.parse(raw), "there") == ["optimizer.lr: 0.01 -> 0.02"]
+    assert list_allowed_setting_changes(saved, RunConfig.parse(raw), "there") == ["optimizer.lr: 0.01 -> 0.02"]
     raw["model"] = {**raw["model"], "norm_eps": 1e-6}
     with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
-        check_setting_changes(saved, RunConfig.parse(raw), "there")
+        list_allowed_setting_changes(saved, RunConfig.parse(raw), "there")
     with pytest.raises(ConfigError, match=r"model\.norm_eps: 1e-05 -> 1e-06"):
-        check_setting_changes({"model": saved["model"]}, RunConfig.parse(raw), "there")
-    assert check_setting_changes({"model": saved["model"]}, RunConfig.parse(settings()), "a converted one") == []
+        list_allowed_setting_changes({"model": saved["model"]}, RunConfig.parse(raw), "there")
+    assert list_allowed_setting_changes({"model": saved["model"]}, RunConfig.parse(settings()), "a converted one") == []
     raw["checkpoint"] = {"allow_changes": True}
-    assert any("norm_eps" in line for line in check_setting_changes(saved, RunConfig.parse(raw), "there"))
+    assert any("norm_eps" in line for line in list_allowed_setting_changes(saved, RunConfig.parse(raw), "there"))
 
 
 def test_a_setting_that_did_not_exist_when_it_was_saved_was_at_its_default(settings: Settings) -> None:
     config = RunConfig.parse(settings(optimizer={"decoupled_lr": 0.5}))
     saved = config.model_dump(mode="json", by_alias=True)
     del saved["model"]["qk_norm"], saved["lr_schedule"]["warmup_init"], saved["optimizer"]["decoupled_lr"]
-    assert check_setting_changes(saved, config, "there") == ["optimizer.decoupled_lr: None -> 0.5"]
+    assert list_allowed_setting_changes(saved, config, "there") == ["optimizer.decoupled_lr: None -> 0.5"]
     saved["optimizer"]["of_another_version"] = 1
     assert "optimizer.of_another_version: 1 -> None" in diff_run_settings({"optimizer": saved["optimizer"]}, config)[1]
 

@@ -13,7 +13,7 @@ import yaml
 
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_cli.main import main
-from mega_trainer.job.step_replay import compare_steps, diff_setting_values
+from mega_trainer.job.step_replay import compare_replayed_steps, diff_setting_values
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -88,10 +88,10 @@ def test_a_checkpoint_is_reproduced_and_what_differs_is_told_first(
 
 def test_numbers_are_compared_in_all_their_bits() -> None:
     one = {"loss": 1.5, "grad_norm": None, "seconds": 1.0}
-    assert list(compare_steps({3: one}, {3: {**one, "seconds": 2.0}})) == [
+    assert list(compare_replayed_steps({3: one}, {3: {**one, "seconds": 2.0}})) == [
         ("step 3: loss 1.5, grad_norm None: the same bits", True)
     ]
-    ((line, same),) = compare_steps({3: one}, {3: {**one, "loss": 1.75, "grad_norm": 2.0}})
+    ((line, same),) = compare_replayed_steps({3: one}, {3: {**one, "loss": 1.75, "grad_norm": 2.0}})
     assert not same
     assert "loss was 1.5 (0x1.8000000000000p+0) and is 1.75 (0x1.c000000000000p+0), by 1.7e-01" in line
     assert "grad_norm was None and is 2.0" in line

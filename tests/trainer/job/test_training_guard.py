@@ -18,7 +18,7 @@ from mega_trainer.config.sections import TrainConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job import training_guard
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.job.training_guard import WARM, LossGuard, SkippedRanges, StopSignalHandler
+from mega_trainer.job.training_guard import WARM, LossGuard, SkippedSampleRanges, StopSignalHandler
 from mega_trainer.run import train_step as step_module
 from mega_trainer.run import training_context
 from mega_trainer.run.train_state import TrainState
@@ -34,39 +34,39 @@ BAD = StepResult(float("nan"), float("inf"), 10, False)
 
 def test_stops_at_the_first_bad_step_by_default() -> None:
     with pytest.raises(TrainingError, match="step 7: loss nan"):
-        LossGuard(TrainConfig()).check_step(7, BAD)
+        LossGuard(TrainConfig()).check_loss_and_grad_norm(7, BAD)
 
 
 def test_skips_some_bad_steps_but_not_many_in_a_row() -> None:
     guard = LossGuard(TrainConfig(on_nan="skip", max_skips=3))
     for step in (1, 2):
-        guard.check_step(step, BAD)
-    guard.check_step(3, good())
-    guard.check_step(4, BAD)
-    guard.check_step(5, BAD)
+        guard.check_loss_and_grad_norm(step, BAD)
+    guard.check_loss_and_grad_norm(3, good())
+    guard.check_loss_and_grad_norm(4, BAD)
+    guard.check_loss_and_grad_norm(5, BAD)
     with pytest.raises(TrainingError, match="3 times in a row") as told:
-        guard.check_step(6, BAD)
+        guard.check_loss_and_grad_norm(6, BAD)
     assert "on_nan=skip" not in str(told.value)
     with pytest.raises(TrainingError, match=r", or set train\.on_nan=skip"):
-        LossGuard(TrainConfig()).check_step(1, BAD)
+        LossGuard(TrainConfig()).check_loss_and_grad_norm(1, BAD)
 
 
 def test_a_spike_is_told_or_stops_after_the_average_has_settled() -> None:
     guard = LossGuard(TrainConfig(spike_factor=2.0, on_spike="stop"))
-    guard.check_step(1, good(100.0))
-    guard.check_step(2, good(1000.0))  # too early to judge
+    guard.check_loss_and_grad_norm(1, good(100.0))
+    guard.check_loss_and_grad_norm(2, good(1000.0))  # too early to judge
     guard = LossGuard(TrainConfig(spike_factor=2.0, on_spike="stop"))
     for step in range(WARM):
-        guard.check_step(step, good())
-    guard.check_step(WARM, good(3.9))
+        guard.check_loss_and_grad_norm(step, good())
+    guard.check_loss_and_grad_norm(WARM, good(3.9))
     with pytest.raises(TrainingError, match="over 2 times its average"):
-        guard.check_step(WARM + 1, good(5.0))
+        guard.check_loss_and_grad_norm(WARM + 1, good(5.0))
 
 
 def test_the_average_follows_the_loss() -> None:
     guard = LossGuard(TrainConfig())
     for step in range(1000):
-        guard.check_step(step, good(3.0 if step < 500 else 1.0))
+        guard.check_loss_and_grad_norm(step, good(3.0 if step < 500 else 1.0))
     assert guard.average == pytest.approx(1.0, abs=1e-3)
 
 
@@ -173,7 +173,7 @@ def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
     assert "step 5: loss" in caplog.text
     assert "samples 16 to 19" in caplog.text
     assert "rolled back to step 2; skipped samples 8 to 19" in caplog.text
-    assert (whole.step, whole.consumed_samples, whole.skipped_ranges) == (8, 32, SkippedRanges(((8, 12),)))
+    assert (whole.step, whole.consumed_samples, whole.skipped_ranges) == (8, 32, SkippedSampleRanges(((8, 12),)))
     assert whole.count_samples_read is not None
     assert (
         sum(Checkpoint.open_folder(list_checkpoints(whole.config.checkpoint_root)[-1]).trainer_state["read"].values())

@@ -11,7 +11,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends
 from mega_trainer.kernels.flash_attention import TorchFlashKernel
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.torch_kernels import SdpaAttention
 from mega_trainer.run.build_components import choose_kernels, create_kernels
 
@@ -163,7 +163,7 @@ def test_a_run_on_a_cpu_asks_torch() -> None:
     choice = choose_kernels(RunConfig.parse(raw), torch.device("cpu"))
     assert str(choice) == "kernels: linear torch (auto: as fast as any), attention varlen (as set)"
     varlen, sdpa = (
-        create_kernels(which, LeafCompiler())
+        create_kernels(which, FusibleFunctionCompiler())
         for which in (choice, BackendChoice("torch", "sdpa", {"linear": "", "attention": ""}))
     )
     assert varlen.whole is None

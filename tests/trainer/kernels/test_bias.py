@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mega_trainer.kernels import blockwise_attention
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, RelativePositionBias
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
@@ -35,7 +35,7 @@ def test_an_addend_by_distance(monkeypatch: pytest.MonkeyPatch, kind: str, tile:
     g = torch.Generator().manual_seed(0)
     shapes = (B, queries, H, D), (B, S, K, D), (B, S, K, D), (H, S + queries - 1)
     q, k, v, values = (torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes)
-    packed = PackedMask.from_lengths([7, 3, 4], ALL, torch.device("cpu"))
+    packed = PackedDocumentMask.from_lengths([7, 3, 4], ALL, torch.device("cpu"))
     mask: AttentionMaskSpec = {"all": ALL, "causal": CAUSAL, "documents": packed, "one query": ALL}[kind]
     seen = torch.ones(B, 1, queries, S, dtype=torch.bool)
     if kind == "causal":

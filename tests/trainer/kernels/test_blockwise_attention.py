@@ -19,9 +19,9 @@ from mega_trainer.kernels.attention_masks import (
     CAUSAL,
     AttentionMaskSpec,
     BandMask,
-    PackedMask,
+    PackedDocumentMask,
+    make_rectangle_mask_block,
     materialize_dense_mask,
-    rectangle_mask_part,
 )
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
@@ -40,9 +40,9 @@ MASKS: dict[str, AttentionMaskSpec] = {
     "causal": CAUSAL,
     "all": ALL,
     "window": BandMask(left=2, right=0),
-    "documents": PackedMask.from_lengths([1, 5, 3, 3], CAUSAL, CPU),
-    "both": PackedMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), CPU),
-    "window to both sides": PackedMask.from_lengths([6, 2, 4], BandMask(left=2, right=1), CPU),
+    "documents": PackedDocumentMask.from_lengths([1, 5, 3, 3], CAUSAL, CPU),
+    "both": PackedDocumentMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), CPU),
+    "window to both sides": PackedDocumentMask.from_lengths([6, 2, 4], BandMask(left=2, right=1), CPU),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_rectangle_is_cut_from_the_whole_mask(queries: int, keys: int, window:
     whole = torch.zeros(queries, keys, dtype=torch.bool)
     place = torch.tensor(here)[:, None] - torch.tensor(there)
     expected = place.abs() <= (1000 if window is None else window)
-    part = rectangle_mask_part(slice(None), here, there, BandMask(window, window))
+    part = make_rectangle_mask_block(slice(None), here, there, BandMask(window, window))
     if part is not None:
         square = materialize_dense_mask(part.mask, (1, len(part.queries)), len(part.keys), CPU)[0, 0]
         assert square.any(1).all()  # every query sees a key
@@ -123,7 +123,7 @@ def test_memory_does_not_grow_with_queries_times_keys() -> None:
     for mask in (
         BandMask(left=31, right=0),
         BandMask(left=31, right=31),
-        PackedMask.from_lengths([64] * (length // 64), CAUSAL, CPU),
+        PackedDocumentMask.from_lengths([64] * (length // 64), CAUSAL, CPU),
     ):
         with Largest() as largest:
             KERNELS.attend_block(q, k, v, mask, AttentionScoreTransform(0.4, softcap=2.0))
@@ -150,7 +150,7 @@ def test_calls_of_a_gpus_kernels_are_those_that_torch_declares(monkeypatch: pyte
     with torch.device("meta"):
         q, k, v = (torch.empty(B, S, n, d, dtype=torch.bfloat16) for n, d in ((H, 16), (K, 16), (K, 8)))
     mask = MASKS[kind]
-    if isinstance(mask, PackedMask):
+    if isinstance(mask, PackedDocumentMask):
         mask = replace(mask, cu_seqlens=mask.cu_seqlens.to("meta"))
     y, lse = KERNELS.attend_block(q, k, v, mask, AttentionScoreTransform(0.4))
     assert (y.shape, lse.shape, lse.dtype) == ((B, S, H, 8), (B, S, H), torch.float32)

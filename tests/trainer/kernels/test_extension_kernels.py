@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_common.errors import ConfigError
 from mega_common.extension_entries import Kernel
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels
@@ -41,7 +41,9 @@ def attend(
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, BandMask(left=2, right=0), PackedMask.from_lengths([3, 5, 8], CAUSAL, CPU)])
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, BandMask(left=2, right=0), PackedDocumentMask.from_lengths([3, 5, 8], CAUSAL, CPU)]
+)
 def test_attention_gets_the_mask_as_plain_arguments(mask: AttentionMaskSpec) -> None:
     kernels = ExtensionKernels(BASE, [Kernel("attention", attend)])
     q, k, v = (torch.randn(2, 8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))

@@ -16,7 +16,7 @@ from torch.library import Library as Operators
 from trainer.kernels.published import ARCHIVES, Library
 
 from mega_trainer.kernels import blockwise_attention, flash_attention
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
@@ -27,8 +27,8 @@ PUBLISHED = Library(next(ARCHIVES.glob("flash_attn-*.tar.gz")))
 MASKS: dict[str, AttentionMaskSpec] = {
     "causal": CAUSAL,
     "window": BandMask(left=2, right=0),
-    "documents": PackedMask.from_lengths([1, 5, 3, 3], CAUSAL, torch.device("cpu")),
-    "both": PackedMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), torch.device("cpu")),
+    "documents": PackedDocumentMask.from_lengths([1, 5, 3, 3], CAUSAL, torch.device("cpu")),
+    "both": PackedDocumentMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), torch.device("cpu")),
 }
 
 
@@ -54,7 +54,7 @@ def mask_and_scores(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec
     assert q.dim() == 3
     assert max(lengths) == given["max_seqlen_q"] == given["max_seqlen_k"]
     assert given["cu_seqlens_k"].equal(given["cu_seqlens_q"])
-    return PackedMask.from_lengths(lengths, band, q.device), how
+    return PackedDocumentMask.from_lengths(lengths, band, q.device), how
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
 @pytest.fixture(params=["flash2", "flash3", "flex"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     monkeypatch.setattr(flash_attention, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(flash_attention, "fits_gpu_kernels", lambda q, v: True)  # fp64, too
+    monkeypatch.setattr(flash_attention, "supports_fused_attention_on_gpu", lambda q, v: True)  # fp64, too
     made: FlashKernel = request.getfixturevalue(request.param)
     return made
 

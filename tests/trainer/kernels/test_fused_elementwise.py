@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
 KERNELS = TorchKernels()
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 def test_compiled_it_is_the_same_in_one_kernel_for_any_number_of_rows() -> None:
     """To rounding, for compiled code keeps in fp32 what is else rounded between operations; in graphs without a break."""
     torch._dynamo.utils.counters.clear()
-    compiled, g = TorchKernels(LeafCompiler(compiled=True)), torch.Generator().manual_seed(2)
+    compiled, g = TorchKernels(FusibleFunctionCompiler(compiled=True)), torch.Generator().manual_seed(2)
     angle = torch.linspace(0, 3, 3 * 4).view(1, 3, 1, 4)
     turn = RotaryAngles(angle.cos(), angle.sin())
     for rows in (5, 2, 3, 4, 6):

@@ -11,7 +11,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 from mega_common.errors import ConfigError
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, should_compile
 
 CPU = torch.device("cpu")
 
@@ -20,8 +20,8 @@ def test_a_leaf_is_compiled_only_where_it_is_asked_for() -> None:
     def seen(x: Tensor) -> bool:
         return torch.compiler.is_compiling()
 
-    assert not LeafCompiler()(seen, torch.ones(2))
-    assert LeafCompiler(compiled=True)(seen, torch.ones(2))
+    assert not FusibleFunctionCompiler()(seen, torch.ones(2))
+    assert FusibleFunctionCompiler(compiled=True)(seen, torch.ones(2))
 
 
 def test_auto_compiles_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_variants_of_a_leaf_are_compiled_however_many_there_are(monkeypatch: pyt
     def seen(x: Tensor, rows: int, name: str) -> tuple[bool, Tensor, str]:
         return torch.compiler.is_compiling(), x + rows, name + "!"
 
-    leaves = LeafCompiler(compiled=True)
+    leaves = FusibleFunctionCompiler(compiled=True)
     calls = [
         (torch.ones(size, 4, dtype=dtype), rows, name)
         for dtype in (torch.float32, torch.bfloat16) for rows in (0, 128) for name in "abcde" for size in (2, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega_common.encoder_config import RelativePositionConfig
-from mega_trainer.kernels.attention_masks import ALL, PagedRows
+from mega_trainer.kernels.attention_masks import ALL, VisiblePagedKeys
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.paged_attention import CPU_GATHER_BYTES, choose_paged_attention, supports_paged_attention
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
@@ -49,7 +49,7 @@ def test_rows_attend_together_as_each_does_alone(kv_heads: int, window: int | No
     keys, values = torch.full((2, 9 * PAGE, kv_heads, SIZE), float("nan"), dtype=torch.float64)
     for held in (keys, values):
         held[used] = torch.randn(len(used), kv_heads, SIZE, generator=GENERATOR, dtype=torch.float64)
-    rows = PagedRows.from_bounds(TABLE, first, LENGTHS, PAGE, window=window)
+    rows = VisiblePagedKeys.from_bounds(TABLE, first, LENGTHS, PAGE, window=window)
     bias = terms.get("bias")
     others = {name: value for name, value in terms.items() if name != "bias"}
 
@@ -73,7 +73,7 @@ def test_the_choice_goes_by_the_cost_of_copies() -> None:
     most = CPU_GATHER_BYTES // (2 * SIZE * 4)  # keys of a row, one head in fp32
     for length, count, expected in [(most, 2, "gathered"), (most + 1, 2, "rows"), (3, 1, "rows")]:
         table = torch.zeros(count, length // PAGE + 1, dtype=torch.int32)
-        rows = PagedRows.from_bounds(table, [0] * count, [length] * count, PAGE)
+        rows = VisiblePagedKeys.from_bounds(table, [0] * count, [length] * count, PAGE)
         q, keys, values = torch.zeros(count, HEADS, SIZE), torch.zeros(PAGE, 1, SIZE), torch.zeros(PAGE, 1, SIZE)
         assert choose_paged_attention(q, keys, values, rows, how) == expected
         assert not supports_paged_attention("flash", q, keys, values, rows, how)  # a CPU

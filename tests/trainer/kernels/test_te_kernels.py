@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_trainer.kernels import te_kernels
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
@@ -117,7 +117,7 @@ class DotProductAttention:
         if self.documents:
             assert q.dim() == 3
             starts = documents["cu_seqlens_q"]
-            mask = PackedMask.from_lengths(starts.diff().tolist(), band, q.device)
+            mask = PackedDocumentMask.from_lengths(starts.diff().tolist(), band, q.device)
             assert documents["cu_seqlens_kv"] is starts
             assert documents["max_seqlen_q"] == documents["max_seqlen_kv"] == max(mask.lengths)
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
@@ -128,8 +128,8 @@ class DotProductAttention:
 MASKS: dict[str, AttentionMaskSpec] = {
     "causal": CAUSAL,
     "window": BandMask(left=2, right=0),
-    "documents": PackedMask.from_lengths([1, 5, 3, 3], CAUSAL, torch.device("cpu")),
-    "both": PackedMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), torch.device("cpu")),
+    "documents": PackedDocumentMask.from_lengths([1, 5, 3, 3], CAUSAL, torch.device("cpu")),
+    "both": PackedDocumentMask.from_lengths([6, 2, 4], BandMask(left=1, right=0), torch.device("cpu")),
 }
 
 
@@ -150,7 +150,7 @@ def test_attention_is_that_of_plain_products(monkeypatch: pytest.MonkeyPatch, ki
 
 
 def test_what_it_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_kernels, "fits_gpu_kernels", lambda q, v: True)
+    monkeypatch.setattr(te_kernels, "supports_fused_attention_on_gpu", lambda q, v: True)
     q, k = torch.empty(2, 6, 4, 8), torch.empty(2, 5, 2, 8)
     cases = {(CAUSAL, q): True, (BandMask(left=2, right=0), q): True, (ALL, q): False, (CAUSAL, k): False}
     for (mask, keys), expected in cases.items():

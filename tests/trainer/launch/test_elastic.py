@@ -29,7 +29,7 @@ TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
     ],
 )
 def test_the_status_is_that_of_the_ranks(codes: list[int], status: int) -> None:
-    assert elastic.exit_status_of(codes) == status
+    assert elastic.merge_exit_codes(codes) == status
 
 
 def test_its_examples_hold() -> None:

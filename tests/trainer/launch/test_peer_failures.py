@@ -28,7 +28,7 @@ signal.alarm(120)  # a rank of a failed test ends, whatever it waits for
 import torch.distributed as dist
 from mega_cli.main import run_and_report_errors
 from mega_common.progress_logging import configure_logging
-from mega_trainer.distributed.comm import CommGroup, PendingWork
+from mega_trainer.distributed.comm import CommGroup, PendingCollective
 from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
 
 class Forever:
@@ -45,7 +45,7 @@ def train():
         dist.destroy_process_group = Forever().wait
         if ranks.rank == int(sys.argv[1]):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        PendingWork(Forever(), CommGroup("dp", (0, 1))).wait()
+        PendingCollective(Forever(), CommGroup("dp", (0, 1))).wait()
 
 os._exit(run_and_report_errors(train))
 """

@@ -9,7 +9,7 @@ import torch
 from live import Live
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputedModule, RecomputePolicy
+from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputedModule, RecomputePolicy
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
@@ -31,7 +31,9 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": F // 2, "shared_ffn_
 def test_forwards_do_not_hold_on_to_each_other() -> None:
     """Also where the first layer is none of those that are offloaded."""
     config = ModelConfig.model_validate(MODEL)
-    decoder = Decoder(LayerBuilder(config), None, RecomputePolicy("full", layers=1), ActivationOffload(2, min_bytes=0))
+    decoder = Decoder(
+        LayerBuilder(config), None, RecomputePolicy("full", layers=1), ActivationOffloadPool(2, min_bytes=0)
+    )
     positions = torch.arange(TOKENS).unsqueeze(0)
     lasts = []
     for _ in range(2):
@@ -46,7 +48,7 @@ def test_forwards_do_not_hold_on_to_each_other() -> None:
 
 
 def trained(
-    recompute: RecomputePolicy | None, offload: ActivationOffload | None = None, moe: dict[str, int] | None = None
+    recompute: RecomputePolicy | None, offload: ActivationOffloadPool | None = None, moe: dict[str, int] | None = None
 ) -> tuple[list[torch.Tensor], int]:
     """The gradients of a model, and elements that its layers keep from forward to backward."""
     config = ModelConfig.model_validate({**MODEL, "moe": moe})
@@ -106,7 +108,7 @@ def test_offloaded_layers_keep_nothing_on_the_device(
         return made[-1]
 
     monkeypatch.setattr("mega_trainer.model.activation_checkpointing.allocate_host_memory", memory)
-    offload = ActivationOffload(2, min_bytes=1024)
+    offload = ActivationOffloadPool(2, min_bytes=1024)
     (_, everything), (gradients, kept) = trained(recompute), trained(recompute, offload)
     assert all(map(torch.equal, gradients, PLAIN))
     away = sum(memory.numel() for memory in made) // 4

@@ -11,7 +11,13 @@ import torch
 
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_trainer.distributed.rng import SeededDropout
-from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask, materialize_dense_mask
+from mega_trainer.kernels.attention_masks import (
+    CAUSAL,
+    AttentionMaskSpec,
+    BandMask,
+    PackedDocumentMask,
+    materialize_dense_mask,
+)
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.forward_context import ForwardContext
@@ -64,8 +70,8 @@ CPU = torch.device("cpu")
 MASKS: dict[str, AttentionMaskSpec] = {
     "causal": CAUSAL,
     "window": BandMask(left=2, right=0),
-    "documents": PackedMask.from_lengths([2, 3, 2, 7], CAUSAL, CPU),
-    "both": PackedMask.from_lengths([2, 3, 2, 7], BandMask(left=1, right=0), CPU),
+    "documents": PackedDocumentMask.from_lengths([2, 3, 2, 7], CAUSAL, CPU),
+    "both": PackedDocumentMask.from_lengths([2, 3, 2, 7], BandMask(left=1, right=0), CPU),
 }
 
 

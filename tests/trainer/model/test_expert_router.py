@@ -15,7 +15,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.model.expert_router import (
     ExpertRouter,
     compute_router_logits,
-    drop_over_capacity,
+    drop_choices_over_capacity,
     select_experts,
     sinkhorn_normalize,
     update_selection_bias,
@@ -216,7 +216,7 @@ def test_an_expert_takes_the_first_of_each_sequence() -> None:
     matter = torch.tensor([[True] * 4, [True, True, False, False]])
     chosen = torch.tensor([[0, 1], [0, 2], [3, 0], [0, 1], [5, 0], [0, 5], [-1, -1], [-1, -1]])
     # ceil(1.5 x 2 x 4 / 6) = 2 of the first sequence, ceil(1.5 x 2 x 2 / 6) = 1 of the second
-    kept = drop_over_capacity(chosen, tokens(matter), moe(capacity_factor=1.5), ALONE)
+    kept = drop_choices_over_capacity(chosen, tokens(matter), moe(capacity_factor=1.5), ALONE)
     assert kept.tolist() == [[0, 1], [0, 2], [3, -1], [-1, 1], [5, 0], [-1, -1], [-1, -1], [-1, -1]]
 
 
@@ -224,8 +224,8 @@ def test_the_order_of_tokens_does_not_matter_to_the_capacity() -> None:
     matter = torch.ones(3, 8, dtype=torch.bool)
     at = tokens(matter)
     chosen = torch.rand(24, 6).topk(2).indices
-    kept = drop_over_capacity(chosen, at, moe(capacity_factor=0.8), ALONE)
+    kept = drop_choices_over_capacity(chosen, at, moe(capacity_factor=0.8), ALONE)
     order = torch.randperm(24)
     moved = RoutedTokens(at.row[order], at.position[order], at.affects_loss_mask, 3, 8)
-    assert torch.equal(drop_over_capacity(chosen[order], moved, moe(capacity_factor=0.8), ALONE), kept[order])
+    assert torch.equal(drop_choices_over_capacity(chosen[order], moved, moe(capacity_factor=0.8), ALONE), kept[order])
     assert (kept < 0).any()

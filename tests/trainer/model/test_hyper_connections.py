@@ -13,7 +13,7 @@ from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.hyper_connections import CollapsedNorm, HyperConnection, expand_streams
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.plan.flops import count_parameters_by_layer, forward_flops
+from mega_trainer.plan.flops import compute_forward_flops_per_token, count_parameters_by_layer
 
 STREAMS = 3
 CONFIG = ModelConfig.parse({
@@ -82,5 +82,5 @@ def test_parameters_and_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counted:
         context = model.make_forward_context(positions, sequence_bounds=DocumentBounds([tokens]))
         model.compute_logits(model(torch.zeros(1, tokens, 24, dtype=torch.float64), context))
-    exact = forward_flops(CONFIG, tokens, causal=False)
+    exact = compute_forward_flops_per_token(CONFIG, tokens, causal=False)
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["attention scores"])

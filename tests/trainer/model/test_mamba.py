@@ -26,7 +26,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.recurrent_mixer import RecurrentMixer
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.parallel.parameter_info import get_parameter_info
 
 B, S, D, H, P, G, K = 2, 48, 12, 8, 3, 2, 5
@@ -141,7 +141,7 @@ def spread(states: bool, cp: int, maker: ProcessGroupCache) -> tuple[list[float]
     log = CommTrafficCounter()
     groups = build_parallel_groups(ParallelLayout(cp=cp), dist.get_rank(), heads=[], maker=maker, log=log)
     layer = build_mixer(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
-    places = rank_token_indices(S, groups.cp)
+    places = get_context_rank_token_indices(S, groups.cp)
     mine = x.detach()[:, places].requires_grad_()
     with mock.patch.object(RecurrentMixer, "_should_exchange_heads", return_value=not states):
         y = layer(mine, sequences(documents=documents))

@@ -23,7 +23,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.recurrent_mixer import ShortConvolution
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.optim.muon import is_hidden_matrix
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.parallel.parameter_info import get_parameter_info
 from mega_trainer.parallel.tensor_parallel import SplitHeads
 
@@ -111,7 +111,7 @@ def together(cases: list[tuple[ParallelLayout, int, bool]]) -> list[Part]:
     for layout, length, closed in cases:
         groups = build_parallel_groups(layout, dist.get_rank(), heads=[1, 2], maker=maker)
         conv, (x, dy, documents) = build_convolution(groups), tensors(length)
-        places, channels = rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
+        places, channels = get_context_rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
         x, dy = x[:, places][..., channels].requires_grad_(), dy[:, places][..., channels]
         y = conv(x, context(length, documents if closed else None))
         y.backward(dy)
@@ -162,7 +162,7 @@ def test_all_ranks_compute_what_one_does() -> None:
         }
         for rank, results in enumerate(ranks):
             groups = build_parallel_groups(layout, rank, heads=[1, 2], maker=Nobody())
-            places, channels = rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
+            places, channels = get_context_rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
             mine, dx, grads = results[number]
             assert x.grad is not None
             torch.testing.assert_close(mine, y.detach()[:, places][..., channels], rtol=1e-12, atol=1e-12)

@@ -20,7 +20,7 @@ from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.run.build_components import connect_parallel_groups
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import build_training_state_and_executor
 
 pytest.importorskip("transformers")
 LENGTH, SAMPLES = 16, 2
@@ -65,7 +65,7 @@ def make_micro_batch(sample: int, vocab: int) -> MicroBatch:
 def take_steps(config: RunConfig, ranks: RankInfo) -> Steps:
     """Return loss and gradient norm of two steps."""
     groups = connect_parallel_groups(config, ranks)
-    state, executor = assemble_training(config, groups, torch.device("cpu"))
+    state, executor = build_training_state_and_executor(config, groups, torch.device("cpu"))
     for stage in state.stages.values():
         initialize_weights(stage, 1)
     state.optimizer.load_main_from_model()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter
 from mega_trainer.kernels import gemm_accumulation
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model import vocab_parallel_loss
 from mega_trainer.model.vocab_parallel_loss import fused_linear_cross_entropy
 
@@ -66,7 +66,7 @@ def test_is_the_same_compiled() -> None:
     plain, made = inputs(40, 30, rows=32), inputs(40, 30, rows=32)
     found = fused_linear_cross_entropy(**plain, group=CommGroup("tp"), vocab_size=30)
     compiled = fused_linear_cross_entropy(
-        **made, group=CommGroup("tp"), vocab_size=30, leaves=LeafCompiler(compiled=True)
+        **made, group=CommGroup("tp"), vocab_size=30, leaves=FusibleFunctionCompiler(compiled=True)
     )
     for total, _ in (found, compiled):
         total.backward()

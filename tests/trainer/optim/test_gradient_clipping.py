@@ -13,7 +13,7 @@ from ranks import run_ranks
 from mega_common.errors import ConfigError
 from mega_trainer.config.sections import Fp16Config
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.optim.gradient_clipping import (
     WIDTHS,
     LossScale,
@@ -23,7 +23,7 @@ from mega_trainer.optim.gradient_clipping import (
 )
 from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterBuffer, ParameterShard, ParamGroupKey
 
-PLAIN = LeafCompiler()
+PLAIN = FusibleFunctionCompiler()
 
 
 @pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (7.0, 0.0, 1.0)])
@@ -100,7 +100,9 @@ def test_a_number_that_is_not_finite_makes_the_norm_so_and_one_too_small_to_squa
 
 def test_the_sum_is_the_same_to_the_bit_compiled() -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sum_of_squares([values], LeafCompiler(compiled=True)), sum_of_squares([values], PLAIN))
+    assert torch.equal(
+        sum_of_squares([values], FusibleFunctionCompiler(compiled=True)), sum_of_squares([values], PLAIN)
+    )
 
 
 def test_it_halves_on_overflow_down_to_its_minimum() -> None:

@@ -27,9 +27,9 @@ from mega_trainer.parallel.context_parallel import (
     BlockwiseAttention,
     ContextParallelKind,
     RingKeyValueExchange,
+    get_context_rank_chunks,
+    get_context_rank_token_indices,
     make_context_parallel_attention,
-    rank_chunks,
-    rank_token_indices,
 )
 
 RANKS = 4
@@ -43,11 +43,11 @@ def group(rank: int, size: int) -> CommGroup:
 @given(st.integers(1, 6), st.integers(1, 5))
 def test_every_token_lies_on_one_rank(size: int, chunk: int) -> None:
     length = 2 * size * chunk
-    places = [rank_token_indices(length, group(rank, size)) for rank in range(size)]
+    places = [get_context_rank_token_indices(length, group(rank, size)) for rank in range(size)]
     assert torch.cat(places).sort().values.equal(torch.arange(length))
     if size > 1:
         for rank, mine in enumerate(places):
-            assert mine.tolist() == [place for part in rank_chunks(rank, length, size) for place in part]
+            assert mine.tolist() == [place for part in get_context_rank_chunks(rank, length, size) for place in part]
 
 
 @given(st.integers(2, 6), st.integers(1, 4))
@@ -55,7 +55,7 @@ def test_every_rank_has_as_many_scores_to_compute(size: int, chunk: int) -> None
     length = 2 * size * chunk
     sizes = set()
     for rank in range(size):
-        mine = rank_token_indices(length, group(rank, size))
+        mine = get_context_rank_token_indices(length, group(rank, size))
         sizes.add(int((mine + 1).sum()))
     assert len(sizes) == 1
 
@@ -89,7 +89,7 @@ def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(
     for mine in range(size):
         kind = BlockwiseAttention(RingKeyValueExchange(group(mine, size)), group(mine, size), TorchKernels())
         for other in range(size):
-            rows, columns = (rank_token_indices(length, group(r, size)) for r in (mine, other))
+            rows, columns = (get_context_rank_token_indices(length, group(r, size)) for r in (mine, other))
             for block in kind.visible_blocks(length, other, partial(sight.list_mask_blocks, window=window)):
                 here, there = rows[block.queries], columns[block.keys]
                 square = materialize_dense_mask(block.mask, (len(ids[block.rows]), len(here)), len(there), CPU)
@@ -134,7 +134,9 @@ def test_blocks_that_nobody_sees_into_are_skipped() -> None:
 
 def test_order_of_ranks_and_of_the_sequence() -> None:
     size, length = 3, 12
-    parts = torch.stack([rank_token_indices(length, group(rank, size)) for rank in range(size)])[:, None, :, None]
+    parts = torch.stack([get_context_rank_token_indices(length, group(rank, size)) for rank in range(size)])[
+        :, None, :, None
+    ]
     assert context_parallel._sequence_order(parts).flatten().equal(torch.arange(length))
     assert context_parallel._rank_order(context_parallel._sequence_order(parts), size).equal(parts)
 
@@ -231,7 +233,7 @@ def at_once(shape: Shape) -> list[Tensor]:
 def together(kind: ContextParallelKind, shapes: dict[str, Shape]) -> dict[str, list[Tensor]]:
     """The same of a rank's tokens."""
     cp = CommGroup("cp", tuple(range(RANKS)), dist.get_rank(), dist.group.WORLD)
-    places, out = rank_token_indices(LENGTH, cp), {}
+    places, out = get_context_rank_token_indices(LENGTH, cp), {}
     for name, shape in shapes.items():
         made, dy, sight = tensors(shape)
         operands = [t[:, places] for t in made[:3]] + made[3:]
@@ -264,7 +266,7 @@ def test_all_ranks_compute_what_one_does(found: list[dict[str, list[Tensor]]], n
     shape, expected = SHAPES[name], at_once(SHAPES[name])
     near = {"rtol": 3e-2, "atol": 3e-2} if shape.dtype == torch.bfloat16 else {"rtol": 1e-12, "atol": 1e-12}
     for rank, mine in enumerate(found):
-        places = rank_token_indices(LENGTH, group(rank, RANKS))
+        places = get_context_rank_token_indices(LENGTH, group(rank, RANKS))
         assert len(mine[name]) == len(expected)
         for part, whole in zip(mine[name], expected, strict=True):
             assert part.dtype == shape.dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from mega_common.model_config import MoeConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.model.expert_router import drop_over_capacity
+from mega_trainer.model.expert_router import drop_choices_over_capacity
 from mega_trainer.parallel.expert_parallel import (
     AllToAllDispatcher,
     ExpertDispatcher,
@@ -168,7 +168,7 @@ def kept_by_ranks(chosen: Tensor) -> Tensor:
     mine = (place // 2 == group.rank).nonzero().flatten().flip(0)  # in any order
     at = RoutedTokens(row[mine], place[mine], torch.ones(4, dtype=torch.bool), 2, 8)
     out = torch.full_like(chosen, -2)
-    out[mine] = drop_over_capacity(chosen[mine], at, MOE, (group, CommGroup("cp")))
+    out[mine] = drop_choices_over_capacity(chosen[mine], at, MOE, (group, CommGroup("cp")))
     return out
 
 
@@ -176,7 +176,7 @@ def test_what_is_dropped_does_not_depend_on_the_ranks() -> None:
     chosen = torch.rand(16, E, generator=torch.Generator().manual_seed(3)).topk(2).indices
     row, place = torch.arange(2).repeat_interleave(8), torch.arange(8).repeat(2)
     at = RoutedTokens(row, place, torch.ones(16, dtype=torch.bool), 2, 8)
-    alone = drop_over_capacity(chosen, at, MOE, (CommGroup("tp"), CommGroup("cp")))
+    alone = drop_choices_over_capacity(chosen, at, MOE, (CommGroup("tp"), CommGroup("cp")))
     parts = torch.stack(run_ranks(kept_by_ranks, 4, chosen)).amax(0)
     assert torch.equal(parts, alone)
     assert (alone < 0).any()

@@ -16,7 +16,7 @@ from trainer.parallel.test_expert_parallel import LAYOUTS, Found, dispatched
 
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.parallel.nvshmem_dispatch import (
     ALIGNMENT,
@@ -85,7 +85,7 @@ class Done:
 
 
 def launched(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
-    nvshmem_dispatch.launch_all_to_all(tables, group)
+    nvshmem_dispatch.launch_nvshmem_all_to_all(tables, group)
     assert torch.equal(tables.received[0], received)  # the numbers that the ranks told each other
     return Done()
 
@@ -122,7 +122,7 @@ def test_rows_at_their_place() -> None:
 
 def test_tables_take_turns() -> None:
     """What has been sent may still be on its way when the next rows are made."""
-    wire = SymmetricMemoryAllToAll(CommGroup("ep", (0, 1)), 8, LeafCompiler())
+    wire = SymmetricMemoryAllToAll(CommGroup("ep", (0, 1)), 8, FusibleFunctionCompiler())
     x = torch.randn(8, 16, dtype=torch.float64)
     one_each = ExpertRowAssignment.assign_rows(torch.arange(8).unsqueeze(1), 8, 7)
     first, second, third = (wire.scatter_token_rows(x, one_each) for _ in range(3))

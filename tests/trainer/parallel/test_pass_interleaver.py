@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from mega_trainer.distributed.comm import CommGroup, CompletedWork
+from mega_trainer.distributed.comm import CommGroup, CompletedCollective
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.parallel import async_all_to_all
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, run_through_experts
@@ -24,7 +24,7 @@ def test_each_runs_until_its_wait_and_the_longer_one_to_its_end() -> None:
     def run(name: str, waits: int) -> str:
         for number in range(waits):
             order.append(f"{name}{number}")
-            interleaver.interleave_wait(CompletedWork()).wait()
+            interleaver.interleave_wait(CompletedCollective()).wait()
         order.append(name)
         return name
 

@@ -20,7 +20,7 @@ from mega_trainer.parallel.tensor_parallel import (
     RowParallelLinear,
     SplitHeads,
     VocabParallelEmbedding,
-    gather_sequence,
+    gather_from_sequence_parallel_region,
     get_fused_heads_layout,
     local_sequence_slice,
     make_vocab_parameter,
@@ -98,7 +98,7 @@ def ends(rank: int, sp: bool) -> tuple[list[Any], list[Any]]:
     """The head's input: each rank's gradient is a part, of all tokens."""
     x, dy = drawn(B, S, D), drawn(RANKS, B, S, D, seed=1)
     mine = (own(x, rank, 1) if sp else x).clone().requires_grad_()
-    y = gather_sequence(mine, tp(), sp=sp)
+    y = gather_from_sequence_parallel_region(mine, tp(), sp=sp)
     y.backward(dy[rank])
     total = dy.sum(0)
     return [y.detach(), mine.grad], [x, own(total, rank, 1) if sp else total]

@@ -26,7 +26,7 @@ from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import get_parameter_info
 from mega_trainer.pipeline.executor import IN_FLIGHT, PipelineExecutor
 from mega_trainer.pipeline.layer_partition import split_stage_layers
-from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
+from mega_trainer.pipeline.schedules import PipelineSchedule, make_pipeline_schedule
 from mega_trainer.plan.training_layout import RecomputeKind
 
 MODEL = ModelConfig(
@@ -119,7 +119,7 @@ def test_one_rank_runs_any_number_of_stages(
     name: str, chunks: int, count: int, tied: bool, recompute: RecomputeKind
 ) -> None:
     micro, model = batches(count), MODEL.model_copy(update={"tie_embeddings": tied})
-    schedule = make_schedule(name, pp=1, microbatches=count, virtual_stages=chunks)
+    schedule = make_pipeline_schedule(name, pp=1, microbatches=count, virtual_stages=chunks)
     run = executor(schedule, model=model, recompute=RecomputePolicy(recompute))
     loss = run.run_operations(micro, SCALE)[0]
     expected, reference = one_after_another(micro, config=model)
@@ -132,7 +132,7 @@ def test_one_rank_runs_any_number_of_stages(
 
 def test_evaluation_computes_the_loss_without_dropout_and_keeps_nothing() -> None:
     micro = batches(3)
-    run = executor(make_schedule("1f1b", pp=1, microbatches=3, virtual_stages=2))
+    run = executor(make_pipeline_schedule("1f1b", pp=1, microbatches=3, virtual_stages=2))
     for stage in run.stages.values():
         stage.eval()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_each_backward_is_told_its_stage_and_whether_it_is_the_last(name: str) -
         told.append((stage, last))
         yield
 
-    run = executor(make_schedule(name, pp=1, microbatches=3, virtual_stages=2), around_backward=around)
+    run = executor(make_pipeline_schedule(name, pp=1, microbatches=3, virtual_stages=2), around_backward=around)
     for _ in range(2):
         told.clear()
         run.run_operations(batches(3), SCALE)
@@ -163,7 +163,7 @@ def test_activations_of_a_micro_batch_are_dropped_with_its_backward() -> None:
     """1F1B on one rank holds one micro-batch, GPipe all."""
     held: dict[str, int] = {}
     for name in ("1f1b", "gpipe"):
-        run = executor(make_schedule(name, pp=1, microbatches=4))
+        run = executor(make_pipeline_schedule(name, pp=1, microbatches=4))
         peak = [0]
 
         @contextmanager
@@ -188,7 +188,7 @@ def two_ranks() -> list[tuple[float, float, dict[str, torch.Tensor], bool]]:
     out = []
     group = CommGroup("pp", (0, 1), dist.get_rank(), dist.group.WORLD)
     for name, chunks, count in SHAPES:
-        run = executor(make_schedule(name, pp=2, microbatches=count, virtual_stages=chunks), group)
+        run = executor(make_pipeline_schedule(name, pp=2, microbatches=count, virtual_stages=chunks), group)
         loss = run.run_operations(batches(count), SCALE)[0].item()
         kept = any(left_over(run))
         with torch.no_grad():
@@ -205,7 +205,7 @@ def most_leaving() -> list[int]:
         peak[0] = max(peak[0], len(run._sends))
         yield
 
-    run = executor(make_schedule("1f1b", pp=2, microbatches=20), group, around_backward=around)
+    run = executor(make_pipeline_schedule("1f1b", pp=2, microbatches=20), group, around_backward=around)
     run.run_operations(batches(20), SCALE)
     return peak
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
-from mega_trainer.pipeline.schedules import PipelineOpCosts, make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import PipelineOpCosts, make_pipeline_schedule, simulate_pipeline_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -13,8 +13,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 def drawn(
     name: str, pp: int, virtual_stages: int, microbatches: int, costs: PipelineOpCosts | None = None
 ) -> ElementTree.Element:
-    schedule = make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
-    return ElementTree.fromstring(draw_schedule_svg(schedule, simulate_schedule(schedule, costs)))
+    schedule = make_pipeline_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+    return ElementTree.fromstring(draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule, costs)))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_each_operation_is_one_box_inside_the_picture_and_none_overlap(name, vir
 
 
 def test_a_forward_of_a_pair_is_above_its_backward() -> None:
-    schedule = make_schedule("1f1b", pp=1, microbatches=3, pairs_passes=True)
-    picture = ElementTree.fromstring(draw_schedule_svg(schedule, simulate_schedule(schedule)))
+    schedule = make_pipeline_schedule("1f1b", pp=1, microbatches=3, pairs_passes=True)
+    picture = ElementTree.fromstring(draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule)))
     boxes = [box.find(f"{SVG}rect") for box in picture.iter(f"{SVG}g")]
     tops, heights = ([float(box.get(key, "nan")) for box in boxes if box is not None] for key in ("y", "height"))
     assert heights == [28, 14, 14, 14, 14, 28]  # F, F over B, F over B, B

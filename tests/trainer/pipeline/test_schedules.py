@@ -16,10 +16,10 @@ from mega_trainer.pipeline.schedules import (
     PipelineSchedule,
     _add_messages,
     bubble_formula,
-    make_schedule,
-    peak_held_memory,
+    compute_peak_pipeline_memory,
+    make_pipeline_schedule,
     peak_in_flight_microbatches,
-    simulate_schedule,
+    simulate_pipeline_schedule,
 )
 
 COMPUTE = {"F", "B", "I", "W"}  # kinds of operations that are no messages
@@ -36,7 +36,9 @@ shapes = st.one_of(
 
 def build_schedule(shape: tuple[str, int, int, int], *, pairs: bool = False) -> PipelineSchedule:
     name, pp, virtual_stages, microbatches = shape
-    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches, pairs_passes=pairs)
+    return make_pipeline_schedule(
+        name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches, pairs_passes=pairs
+    )
 
 
 class HalfHidden(PipelineOpCosts):
@@ -132,10 +134,10 @@ def test_pairs_run_to_their_end_with_messages_before_and_after_both(shape, seed)
 @pytest.mark.parametrize("shape", [("1f1b", 1, 1, 4), ("1f1b", 4, 1, 8), ("1f1b", 4, 2, 8), ("dualpipev", 4, 2, 8)])
 def test_pairs_do_not_enlarge_the_bubble_and_save_what_they_hide(shape) -> None:
     plain, pairs = build_schedule(shape), build_schedule(shape, pairs=True)
-    alone, together = simulate_schedule(plain), simulate_schedule(pairs)
+    alone, together = simulate_pipeline_schedule(plain), simulate_pipeline_schedule(pairs)
     assert together.makespan == pytest.approx(alone.makespan)
     assert together.bubble == pytest.approx(alone.bubble)
-    hiding = simulate_schedule(pairs, HalfHidden())
+    hiding = simulate_pipeline_schedule(pairs, HalfHidden())
     each = [len([op for op in order if op in pairs.pairs]) for order in pairs.orders]
     assert hiding.makespan <= together.makespan - 0.5 * min(each)
 
@@ -181,20 +183,20 @@ def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
 
 
 def test_the_order_of_1f1b_is_the_known_one() -> None:
-    schedule = make_schedule("1f1b", pp=3, microbatches=4)
+    schedule = make_pipeline_schedule("1f1b", pp=3, microbatches=4)
     told = ["".join(f"{op.kind}{op.microbatch}" for op in schedule.orders[rank]) for rank in range(3)]
     assert told == ["F0F1F2B0F3B1B2B3", "F0F1B0F2B1F3B2B3", "F0B0F1B1F2B2F3B3"]
 
 
 def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
-    schedule = make_schedule("1f1b", pp=2, virtual_stages=2, microbatches=2)
+    schedule = make_pipeline_schedule("1f1b", pp=2, virtual_stages=2, microbatches=2)
     told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.orders[rank]) for rank in range(2)]
     assert told == ["F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
 
 
 def test_the_order_of_dualpipev_is_the_known_one() -> None:
     """As in DeepSeek's DualPipe repository, where chunk 1 of a rank is here stage 3 or 2."""
-    schedule = make_schedule("dualpipev", pp=2, virtual_stages=2, microbatches=4)
+    schedule = make_pipeline_schedule("dualpipev", pp=2, virtual_stages=2, microbatches=4)
     told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.orders[rank]) for rank in range(2)]
     assert told == [
         "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 F0.3 I3.1 W3.1 F3.2 I0.0 W0.0 I3.2 W3.2 F3.3 I0.1 W0.1 "
@@ -216,7 +218,7 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
     costs = PipelineOpCosts(forward=unit, input_grad=unit, weight_grad=unit)
     formula = bubble_formula(schedule, costs)
     if formula is not None:
-        assert simulate_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula, abs=1e-9)
+        assert simulate_pipeline_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula, abs=1e-9)
 
 
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
@@ -225,7 +227,7 @@ def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None
     dual = build_schedule(("dualpipev", 4, 2, 8))
     for one, known in ((schedule, 4.5 / (20 + 4.5)), (dual, 4.5 / (40 + 4.5))):
         assert bubble_formula(one, costs) == pytest.approx(known)
-        assert simulate_schedule(one, costs).mean_bubble_share == pytest.approx(known)
+        assert simulate_pipeline_schedule(one, costs).mean_bubble_share == pytest.approx(known)
 
 
 def test_no_formula_where_none_holds() -> None:
@@ -237,8 +239,8 @@ def test_no_formula_where_none_holds() -> None:
 
 
 def test_simulate_by_hand() -> None:
-    timeline = simulate_schedule(
-        make_schedule("1f1b", pp=2, microbatches=1), PipelineOpCosts(1, 2, 3, message=0.5, stages=(1.0, 2.0))
+    timeline = simulate_pipeline_schedule(
+        make_pipeline_schedule("1f1b", pp=2, microbatches=1), PipelineOpCosts(1, 2, 3, message=0.5, stages=(1.0, 2.0))
     )
     assert timeline.spans == {
         PipelineOp("F", 0, 0): (0.0, 1.0),
@@ -262,15 +264,15 @@ def test_peak_activations_by_hand() -> None:
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:
     schedule = build_schedule(("zb-h1", 4, 1, 8))
     stages = [1.0] * 4
-    assert [peak_held_memory(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
+    assert [compute_peak_pipeline_memory(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
     # the last rank has the most put off: it goes on with input gradients alone, three times
-    assert [peak_held_memory(schedule, rank, stages, [2.0] * 4) for rank in range(4)] == [5, 6, 7, 8]
+    assert [compute_peak_pipeline_memory(schedule, rank, stages, [2.0] * 4) for rank in range(4)] == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
 def test_zbv_at_least_halves_the_bubble_of_1f1b(microbatches: int) -> None:
     plain, zbv = (
-        simulate_schedule(build_schedule((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)]
+        simulate_pipeline_schedule(build_schedule((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)]
     )
     # the stages of zbv are half as long: compare shares, not times
     assert zbv.mean_bubble_share <= plain.mean_bubble_share / 2
@@ -278,7 +280,7 @@ def test_zbv_at_least_halves_the_bubble_of_1f1b(microbatches: int) -> None:
 
 def test_receives_are_listed_before_the_operation_that_hides_them() -> None:
     """In the steady state, at least one other operation stands between a receive and what uses it."""
-    ops = make_schedule("1f1b", pp=4, virtual_stages=2, microbatches=32).ranks[1]
+    ops = make_pipeline_schedule("1f1b", pp=4, virtual_stages=2, microbatches=32).ranks[1]
     users: dict[str, str] = {"RECV_F": "F", "RECV_B": "B"}
     between: Counter[int] = Counter()
     for index, op in enumerate(ops):
@@ -314,4 +316,4 @@ def test_what_cannot_be_is_refused_with_a_way_out(name, virtual_stages, told) ->
     with pytest.raises(ConfigError, match="overlap_expert_exchange is not supported"):
         build_schedule(("zbv", 4, 2, 8), pairs=True)
     with pytest.raises(ConfigError, match=told):
-        make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual_stages)
+        make_pipeline_schedule(name, pp=4, microbatches=8, virtual_stages=virtual_stages)

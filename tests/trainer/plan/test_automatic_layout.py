@@ -6,7 +6,7 @@ from typing import Any
 from mega_common.model_presets import load_model_preset
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.automatic_layout import choose_layout
+from mega_trainer.plan.automatic_layout import choose_parallel_layout
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides
 
 
@@ -18,7 +18,7 @@ def run(**sections: Any) -> RunConfig:
 
 
 def test_a_run_without_a_layout_has_the_fastest_that_fits() -> None:
-    settings, told = choose_layout(run(), 4, "h100", None)
+    settings, told = choose_parallel_layout(run(), 4, "h100", None)
     chosen = RunConfig.parse(apply_overrides(run().model_dump(mode="json", by_alias=True), format_overrides(settings)))
     chosen.check_world_size(4)
     assert "4 ranks of h100" in told
@@ -27,7 +27,7 @@ def test_a_run_without_a_layout_has_the_fastest_that_fits() -> None:
 
 def test_what_a_run_gives_stays() -> None:
     given = run(batch={"global": 32, "micro": 2}, recompute={"kind": "selective", "modules": ["mlp"]})
-    settings, _ = choose_layout(given, 4, "h100", None)
+    settings, _ = choose_parallel_layout(given, 4, "h100", None)
     assert not {"batch.micro", "recompute"} & set(settings)
     chosen = apply_settings(given, settings)
     assert (chosen.batch.micro, chosen.recompute) == (2, given.recompute)
@@ -36,17 +36,17 @@ def test_what_a_run_gives_stays() -> None:
 def test_a_run_that_goes_on_keeps_its_layout_while_that_fits_its_ranks() -> None:
     begun = run(parallel={"tp": 2, "sp": True, "pp": 2}, recompute={"kind": "full"})
     saved = json.loads(json.dumps(begun.model_dump(mode="json", by_alias=True)))
-    settings, told = choose_layout(run(), 4, "h100", saved)
+    settings, told = choose_parallel_layout(run(), 4, "h100", saved)
     again = apply_settings(run(), settings)
     assert (again.parallel, again.recompute, again.batch.micro) == (begun.parallel, begun.recompute, begun.batch.micro)
     assert "layout of the checkpoint" in told
-    other, told = choose_layout(run(), 2, "h100", saved)
+    other, told = choose_parallel_layout(run(), 2, "h100", saved)
     apply_settings(run(), other).check_world_size(2)
     assert "2 ranks of h100" in told
 
 
 def test_where_nothing_fits_as_planned_the_run_is_left_to_show_it() -> None:
-    settings, told = choose_layout(
+    settings, told = choose_parallel_layout(
         run(model=load_model_preset("llama3-405b"), data={"train": ["x"], "seq_length": 8192}), 2, "h100", None
     )
     assert settings == {}

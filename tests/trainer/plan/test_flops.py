@@ -24,14 +24,14 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.plan.flops import (
+    compute_flops_by_convention,
+    compute_forward_flops_per_token,
+    compute_hardware_flops_per_token,
+    compute_model_flops_per_token,
+    compute_palm_flops_per_token,
     count_parameters_by_layer,
     find_peak_flops,
-    forward_flops,
-    hardware_flops,
     head_cost_in_layers,
-    model_flops,
-    palm_flops,
-    published_flops,
     relative_layer_costs,
 )
 from mega_trainer.plan.layer_flops import mean_visible_keys
@@ -93,7 +93,7 @@ def test_latent_attention_by_hand() -> None:
             "mla": {**MLA, "q_lora_rank": 20}, "mtp_layers": 1,
         }
     )  # fmt: skip
-    parts = forward_flops(small, 100, causal=False)
+    parts = compute_forward_flops_per_token(small, 100, causal=False)
     # into latents 24 x 20 and 24 x 16, queries 20 x 40, keys and values 12 x 64, out 40 x 24; the fourth layer alike
     assert parts["attention projections"] == 4 * 2 * (480 + 384 + 800 + 768 + 960)
     assert parts["attention scores"] == 4 * 2 * 100 * (40 + 40)
@@ -120,9 +120,11 @@ def test_an_encoder_sees_to_both_sides_and_has_a_head_of_its_own() -> None:
         model("modernbert-base", sliding_window=3, full_attention_layers=layers, **fields)
         for layers in (list(range(22)), [])
     )
-    assert forward_flops(full, 5)["attention scores"] == 22 * 4 * 5 * 24
-    assert forward_flops(local, 5)["attention scores"] == pytest.approx(22 * 4 * (3 + 4 + 5 + 4 + 3) / 5 * 24)
-    assert forward_flops(full, 5)["head"] == 2 * 768 * (768 + 50_368)
+    assert compute_forward_flops_per_token(full, 5)["attention scores"] == 22 * 4 * 5 * 24
+    assert compute_forward_flops_per_token(local, 5)["attention scores"] == pytest.approx(
+        22 * 4 * (3 + 4 + 5 + 4 + 3) / 5 * 24
+    )
+    assert compute_forward_flops_per_token(full, 5)["head"] == 2 * 768 * (768 + 50_368)
 
 
 def test_narrow_embeddings_have_two_projections_and_a_plain_output_layer_none() -> None:
@@ -132,34 +134,42 @@ def test_narrow_embeddings_have_two_projections_and_a_plain_output_layer_none() 
     narrow, plain = (
         ModelConfig.parse(fields | more) for more in ({"embedding_size": 14}, {"masked_lm": {"dense": False}})
     )
-    assert forward_flops(narrow, 5)["head"] == 2 * 14 * (61 + 24 + 24)
-    assert forward_flops(plain, 5)["head"] == 2 * 24 * 61
+    assert compute_forward_flops_per_token(narrow, 5)["head"] == 2 * 14 * (61 + 24 + 24)
+    assert compute_forward_flops_per_token(plain, 5)["head"] == 2 * 24 * 61
 
 
 def test_llama3_8b_by_hand() -> None:
     """At 8192 tokens; multiplications and additions of each product, per token and layer, worked out on paper."""
-    parts = forward_flops(model("llama3-8b"), 8192, causal=False)
+    parts = compute_forward_flops_per_token(model("llama3-8b"), 8192, causal=False)
     assert parts["attention projections"] == 32 * 83_886_080  # 2 x 4096 x (4096 + 1024 + 1024 + 4096)
     assert parts["attention scores"] == 32 * 134_217_728  # 2 x 8192 x 4096, twice
     assert parts["feed-forward"] == 32 * 352_321_536  # 2 x 3 x 4096 x 14336
     assert parts["head"] == 1_050_673_152  # 2 x 4096 x 128256
-    assert model_flops(model("llama3-8b"), 8192, causal=False) == 57_912_852_480
-    causal = forward_flops(model("llama3-8b"), 8192)["attention scores"]
+    assert compute_model_flops_per_token(model("llama3-8b"), 8192, causal=False) == 57_912_852_480
+    causal = compute_forward_flops_per_token(model("llama3-8b"), 8192)["attention scores"]
     assert causal == 32 * 4 * 4096 * 4096.5
 
 
 def test_the_rule_is_the_exact_count_and_the_norms() -> None:
     """6 N counts norm weights, of which llama3-8b has 65 x 4096, as if they were matrices."""
     llama = model("llama3-8b")
-    assert palm_flops(llama, 8192) - model_flops(llama, 8192, causal=False) == 6 * 65 * 4096
+    assert (
+        compute_palm_flops_per_token(llama, 8192) - compute_model_flops_per_token(llama, 8192, causal=False)
+        == 6 * 65 * 4096
+    )
 
 
 def test_the_rule_counts_a_tied_table_once_and_only_the_active_experts() -> None:
     tied = model("qwen3-0.6b")
     norms = 28 * (2 * 1024 + 2 * 128) + 1024
-    assert palm_flops(tied, 1024) - model_flops(tied, 1024, causal=False) == 6 * norms
+    assert (
+        compute_palm_flops_per_token(tied, 1024) - compute_model_flops_per_token(tied, 1024, causal=False) == 6 * norms
+    )
     mixtral = model("mixtral-8x7b")
-    assert palm_flops(mixtral, 1024) - model_flops(mixtral, 1024, causal=False) == 6 * 65 * 4096
+    assert (
+        compute_palm_flops_per_token(mixtral, 1024) - compute_model_flops_per_token(mixtral, 1024, causal=False)
+        == 6 * 65 * 4096
+    )
 
 
 @given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
@@ -172,7 +182,7 @@ def test_visible_keys_are_counted_one_by_one(seq_length, window) -> None:
 def test_windows_in_some_layers_are_counted_layer_by_layer() -> None:
     mixed = model("tiny", num_layers=5, sliding_window=16, full_attention_layers=[1, 4])
     for causal in (True, False):
-        scores = forward_flops(mixed, 100, causal=causal)["attention scores"]
+        scores = compute_forward_flops_per_token(mixed, 100, causal=causal)["attention scores"]
         far, near = (mean_visible_keys(window, 100, causal=causal) for window in (None, 16))
         assert scores == pytest.approx(4 * 64 * (2 * far + 3 * near))
 
@@ -184,7 +194,7 @@ def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
     assert count_parameters_by_layer(mixed).active_parameters == count_parameters_by_layer(mixed).total - 6 * one
     assert [layer.experts for layer in count_parameters_by_layer(mixed).layers] == [0, 8 * one, 0]
     sparse, dense = 2 * 64 * (3 * (2 * 10 + 7) + 8 + 1), 2 * 64 * 3 * 192
-    assert forward_flops(mixed, 100)["feed-forward"] == 2 * dense + sparse
+    assert compute_forward_flops_per_token(mixed, 100)["feed-forward"] == 2 * dense + sparse
 
 
 def test_conventions_of_published_figures() -> None:
@@ -192,14 +202,17 @@ def test_conventions_of_published_figures() -> None:
     deepseek = model(
         "deepseek-v3", mtp_layers=1, moe={**load_model_preset("deepseek-v3")["moe"], "layers": list(range(3, 62))}
     )
-    assert published_flops(deepseek, 4096, "megatron") == pytest.approx(1276e12 / 4912, rel=0.002)
+    assert compute_flops_by_convention(deepseek, 4096, "megatron") == pytest.approx(1276e12 / 4912, rel=0.002)
     llama = model("llama3-8b")
-    assert published_flops(llama, 8192, "full") == pytest.approx(
+    assert compute_flops_by_convention(llama, 8192, "full") == pytest.approx(
         800e12 / 13812, rel=0.002
     )  # Megatron-LM, examples/llama
-    assert published_flops(llama, 8192, "palm") == palm_flops(llama, 8192)
+    assert compute_flops_by_convention(llama, 8192, "palm") == compute_palm_flops_per_token(llama, 8192)
     learned = model("gpt3-125m", max_position=65_536)
-    assert published_flops(learned, 512, "mosaic") - palm_flops(learned, 512) == 6 * 65_536 * 768
+    assert (
+        compute_flops_by_convention(learned, 512, "mosaic") - compute_palm_flops_per_token(learned, 512)
+        == 6 * 65_536 * 768
+    )
 
 
 @pytest.mark.parametrize(("seq_length", "less"), [(4096, 0.20), (8192, 0.12)])
@@ -207,21 +220,21 @@ def test_megatron_counts_gpt_oss_without_its_gates_and_windows(seq_length: int, 
     """Its gate is no `--swiglu`, and windows are not looked at: what is published of it is so much less than it computes."""
     moe = {**load_model_preset("gpt-oss-20b")["moe"], "num_experts": 128}
     oss = model("gpt-oss-20b", num_layers=36, full_attention_layers=list(range(1, 36, 2)), moe=moe)
-    exact = model_flops(oss, seq_length)
-    assert exact / published_flops(oss, seq_length, "megatron") - 1 == pytest.approx(less, abs=0.01)
+    exact = compute_model_flops_per_token(oss, seq_length)
+    assert exact / compute_flops_by_convention(oss, seq_length, "megatron") - 1 == pytest.approx(less, abs=0.01)
     plain = model("qwen3-30b-a3b")
     router = 3 * 2 * 48 * 2048 * 128
-    assert model_flops(plain, 4096) - published_flops(plain, 4096, "megatron") == router
+    assert compute_model_flops_per_token(plain, 4096) - compute_flops_by_convention(plain, 4096, "megatron") == router
 
 
 def test_recompute_is_work_of_the_hardware_only() -> None:
     llama = model("llama3-8b")
-    forward = forward_flops(llama, 8192)
-    base = model_flops(llama, 8192)
-    assert hardware_flops(llama, 8192, recompute="none") == base
-    assert hardware_flops(llama, 8192, recompute="selective") == base
+    forward = compute_forward_flops_per_token(llama, 8192)
+    base = compute_model_flops_per_token(llama, 8192)
+    assert compute_hardware_flops_per_token(llama, 8192, recompute="none") == base
+    assert compute_hardware_flops_per_token(llama, 8192, recompute="selective") == base
     layers = sum(forward.values()) - forward["head"]
-    assert hardware_flops(llama, 8192, recompute="full") == base + layers
+    assert compute_hardware_flops_per_token(llama, 8192, recompute="full") == base + layers
 
 
 def test_the_head_in_layers() -> None:
@@ -288,7 +301,7 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], chang
     with counted, torch.no_grad():
         context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
         built(torch.zeros(1, tokens, 24), context)
-    exact = forward_flops(small, tokens, causal=False)
+    exact = compute_forward_flops_per_token(small, tokens, causal=False)
     # of 4 heads: a chunk's map of the state, and the map's product, stand for what the solve is not counted for
     delta = 4 * layers.count("delta") * (2 * 6 * 6 + 2 * 6 * 6 * 10 / 8 - 2 * 8 * (6 + 10))
     delta += 4 * layers.count("kda") * (2 * 6 * 6 + 2 * 6 * 6 * 6 / 8 - 2 * 8 * (6 + 6))
@@ -313,10 +326,12 @@ def test_heads_that_differ_by_layer_are_counted_as_they_multiply(heads: dict[str
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
         built(torch.zeros(1, tokens, 24), context)
-    exact = forward_flops(config, tokens, causal=False)
+    exact = compute_forward_flops_per_token(config, tokens, causal=False)
     # values of another size have no fused kernel on a CPU: their scores are GEMMs, over all keys
     dense = config.model_copy(update={"sliding_window": None, "full_attention_layers": None})
-    scores = forward_flops(dense, tokens, causal=False)["attention scores"] if config.value_head_dim else 0
+    scores = (
+        compute_forward_flops_per_token(dense, tokens, causal=False)["attention scores"] if config.value_head_dim else 0
+    )
     uncounted = exact["head"] + exact["attention scores"]
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + scores)
 
@@ -329,7 +344,7 @@ def test_inputs_of_layers_shared_keys_and_separate_experts_are_counted_as_they_m
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_forward_context(ids, sequence_bounds=DocumentBounds([tokens]))
         built(built.embed_inputs(ids, ids), context)
-    exact = forward_flops(config, tokens, causal=False)
+    exact = compute_forward_flops_per_token(config, tokens, causal=False)
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
 
 
@@ -353,21 +368,21 @@ def test_sparse_attention_is_counted_as_it_multiplies(indexer: dict[str, Any]) -
     with FlopCounterMode(display=False) as counted:
         routing = MicroBatchRouting(None, None, 1.0, 1.0)
         built(torch.zeros(1, tokens, 24), built.make_forward_context(torch.arange(tokens)[None], routing=routing))
-    exact, attention = forward_flops(small, tokens, causal=False), 2 * 2 * tokens * 4 * (10 + 10)
+    exact, attention = compute_forward_flops_per_token(small, tokens, causal=False), 2 * 2 * tokens * 4 * (10 + 10)
     index = 2 * 2 * tokens * 3 * 9 if scored else 0
     assert exact["attention scores"] == attention + index
     # no products of an indexer that scores nothing; with a loss once more attention's products of queries and keys
     unused = 0 if scored else 2 * 2 * (3 * 8 * 20 + 8 * 24 + 3 * 24)
     again = 2 * 2 * tokens * 4 * 10 if "kl_loss" in indexer else 0
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - attention - unused + again)
-    few = forward_flops(small, tokens)["attention scores"]
+    few = compute_forward_flops_per_token(small, tokens)["attention scores"]
     visible = 8.5 if indexer != {"top_k": 4} else 4 - 4 * 3 / 32
     assert few == 2 * (2 * visible * 4 * 20 + (2 * 8.5 * 3 * 9 if scored else 0))
 
 
 def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:
     small = ModelConfig.parse({**HYBRID, "mtp_layers": 1})
-    costs, parts = relative_layer_costs(small, 64), forward_flops(small, 64)
+    costs, parts = relative_layer_costs(small, 64), compute_forward_flops_per_token(small, 64)
     assert costs is not None
     assert sum(costs) == pytest.approx(len(costs) == 5 and 5)
     assert costs[0] / costs[3] == pytest.approx((parts["mamba projections"] + parts["mamba scan"]) / (2 * 3 * 24 * 40))
@@ -379,7 +394,7 @@ def test_operations_of_t5_are_those_that_torch_counts_in_transformers(tmp_path: 
     config = open_weight_source(tmp_path).model
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         theirs(input_ids=torch.ones(2, 17, dtype=torch.int64), decoder_input_ids=torch.ones(2, 9, dtype=torch.int64))
-    parts = forward_flops(config, 17, causal=False, target=9)
+    parts = compute_forward_flops_per_token(config, 17, causal=False, target=9)
     assert sum(parts.values()) * 2 * (17 + 9) == pytest.approx(counted.get_total_flops())
 
 
@@ -399,7 +414,9 @@ def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_batch_context(batch, lambda length, _: SeededDropout(0, [0, 1], [range(length)]))
         built.compute_logits(built(built.embed_micro_batch(batch, context), context))
-    assert sum(forward_flops(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(counted.get_total_flops())
+    assert sum(compute_forward_flops_per_token(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(
+        counted.get_total_flops()
+    )
 
 
 def test_the_layer_with_the_neighbors_encoder_is_the_most_work() -> None:

@@ -11,7 +11,7 @@ from mega_cli.plan_prediction import describe_plan
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import make_pipeline_schedule, simulate_pipeline_schedule
 from mega_trainer.plan.pipeline_fill import estimate_bubble, estimate_makespan
 
 RUN: Mapping[str, Any] = {
@@ -74,7 +74,9 @@ def test_folded_time_is_that_of_all_micro_batches(
 ) -> None:
     monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MAX_SIMULATED", 0)
     count = pp * 20
-    timeline = simulate_schedule(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
+    timeline = simulate_pipeline_schedule(
+        make_pipeline_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
+    )
     makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
     assert makespan == pytest.approx(timeline.makespan)
     bubble = estimate_bubble(name, pp=pp, microbatches=count, virtual_stages=stages)

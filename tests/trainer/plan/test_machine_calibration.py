@@ -13,8 +13,8 @@ from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import MachineSpec, load_machine
 from mega_trainer.plan.machine_calibration import (
     MeasuredTimes,
-    compare_predictions,
     fit_machine_efficiency,
+    format_calibration_comparison,
     read_measured_times,
 )
 
@@ -51,7 +51,9 @@ def test_a_machine_is_found_again_by_the_times_of_a_run_on_it(share: float, wire
     assert found.achieved_efficiency.exchange == H100.achieved_efficiency.exchange
     assert make_planned_run(RUN, 64, found).predict_step_time().seconds == pytest.approx(measured.seconds, rel=0.01)
     assert MachineSpec.parse(found.model_dump(mode="json", exclude_none=True), source="printed") == found
-    told = list(compare_predictions(make_planned_run(RUN, 64, H100), make_planned_run(RUN, 64, found), measured))
+    told = list(
+        format_calibration_comparison(make_planned_run(RUN, 64, H100), make_planned_run(RUN, 64, found), measured)
+    )
     assert f"measured {measured.seconds:.4g} s" in told[0]
 
 

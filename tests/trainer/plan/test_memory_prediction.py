@@ -12,7 +12,7 @@ from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.pipeline.schedules import make_schedule
+from mega_trainer.pipeline.schedules import make_pipeline_schedule
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import (
@@ -22,7 +22,7 @@ from mega_trainer.plan.memory_prediction import (
 )
 from mega_trainer.plan.part_memory import PartMemory, count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
-from mega_trainer.plan.zero3_memory import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
 from mega_trainer.run.build_components import build_stages
 
 S, D, F, H = 256, 64, 192, 4
@@ -122,7 +122,7 @@ def test_layers_are_split_as_the_trainer_splits_them(model: str, parallel: dict[
     }  # fmt: skip
     config = RunConfig.parse(raw)
     pp, virtual = config.parallel.pp, config.parallel.virtual_stages
-    schedule = make_schedule("1f1b", pp=pp, microbatches=8, virtual_stages=virtual)
+    schedule = make_pipeline_schedule("1f1b", pp=pp, microbatches=8, virtual_stages=virtual)
     stages = split_layers_into_stages(config.model, make_training_layout(config, pp))
     for rank in range(pp):
         groups = build_parallel_groups(
@@ -158,10 +158,10 @@ def test_zero3_shares_fp32_among_those_that_share_a_copy(precision: str) -> None
 
 
 def test_units_of_zero3_have_more_layers_the_more_ranks_share_them() -> None:
-    counts = [zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=dp, zero=3)) for dp in (8, 256, 1024)]
+    counts = [count_zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=dp, zero=3)) for dp in (8, 256, 1024)]
     assert counts == [1, 1, 2]
-    assert zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=1024, zero=3, zero3_shard=8)) == 1
-    assert zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=1024, zero=3, zero3_layers=3)) == 3
+    assert count_zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=1024, zero=3, zero3_shard=8)) == 1
+    assert count_zero3_unit_layers(LLAMA, TrainingLayout(8192, dp=1024, zero=3, zero3_layers=3)) == 3
     (one,), (three,) = (
         predict_memory(DENSE, TrainingLayout(S, dp=8, zero=3, zero3_layers=layers)) for layers in (1, 3)
     )

@@ -6,8 +6,8 @@ import pytest
 
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.pipeline.schedules import PipelineOp, make_schedule, simulate_schedule
-from mega_trainer.plan.flops import model_flops
+from mega_trainer.pipeline.schedules import PipelineOp, make_pipeline_schedule, simulate_pipeline_schedule
+from mega_trainer.plan.flops import compute_model_flops_per_token
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
 from mega_trainer.plan.layer_flops import recurrence_bytes
@@ -28,7 +28,7 @@ def seconds(run: TrainingLayout, model: ModelConfig = LLAMA, profile: TrainerPro
 def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None:
     told = predict_step_time(LLAMA, RUN, H100, HOPPER)
     assert sum(told.parts.values()) == pytest.approx(told.seconds)
-    assert told.seconds > 8 * 8192 * model_flops(LLAMA, 8192) / H100.get_peak_flops("bf16")
+    assert told.seconds > 8 * 8192 * compute_model_flops_per_token(LLAMA, 8192) / H100.get_peak_flops("bf16")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_lo
         for kind in ("attention", "mamba", "delta", "mlp")
     ]
     for model in kinds:
-        assert seconds(RUN, model) > 8 * 8192 * model_flops(model, 8192) / H100.get_peak_flops("bf16")
+        assert seconds(RUN, model) > 8 * 8192 * compute_model_flops_per_token(model, 8192) / H100.get_peak_flops("bf16")
     far = replace(RUN, seq_length=1 << 20, cp=8, dp=1)
     attention, mamba, rule, _ = (seconds(far, model) for model in kinds)
     assert attention > 2 * max(mamba, rule)
@@ -111,8 +111,8 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
     works = planned.predict_stage_seconds()
     passes = tuple(PassSeconds(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
     message = planned.cost_model.interconnect.send_seconds(2 * 8192 * 4096, run.dp)
-    schedule = make_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)
-    whole = simulate_schedule(schedule, StageCosts(message=message, passes=passes)).makespan
+    schedule = make_pipeline_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)
+    whole = simulate_pipeline_schedule(schedule, StageCosts(message=message, passes=passes)).makespan
     told = planned.predict_step_time()
     once = told.parts["data"] + told.parts["optimizer"]
     assert told.seconds - once == pytest.approx(whole, rel=1e-3)
@@ -162,8 +162,8 @@ def test_an_exchange_beside_another_micro_batch_is_hidden(pp: int, virtual: int,
     assert after.hidden_exchange + after.parts["expert"] == pytest.approx(before.parts["expert"])
     assert sum(after.parts.values()) == pytest.approx(after.seconds)
     planned = PlannedRun.from_settings(MIXTRAL, together, H100, HOPPER, TrainerProfile())
-    full = make_schedule(schedule, pp=pp, microbatches=61, virtual_stages=virtual, pairs_passes=True)
-    makespan = simulate_schedule(full, planned.make_stage_costs(planned.predict_stage_seconds())).makespan
+    full = make_pipeline_schedule(schedule, pp=pp, microbatches=61, virtual_stages=virtual, pairs_passes=True)
+    makespan = simulate_pipeline_schedule(full, planned.make_stage_costs(planned.predict_stage_seconds())).makespan
     once = after.parts["optimizer"] + after.parts.get("data", 0.0)
     assert after.seconds - once == pytest.approx(makespan, rel=5e-3)
     assert planned.predict_minimum_time().seconds <= after.seconds < before.seconds
@@ -190,7 +190,9 @@ def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:
         for experts in (8, 128)
         if MIXTRAL.moe
     )
-    assert model_flops(few, 4096) == pytest.approx(model_flops(many, 4096), rel=0.01)
+    assert compute_model_flops_per_token(few, 4096) == pytest.approx(
+        compute_model_flops_per_token(many, 4096), rel=0.01
+    )
     run = replace(RUN, seq_length=4096)
     assert seconds(run, many) > 1.15 * seconds(run, few)
 

@@ -8,7 +8,7 @@ from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.flops import count_parameters_by_layer, model_flops
+from mega_trainer.plan.flops import compute_model_flops_per_token, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import make_training_layout
@@ -63,7 +63,7 @@ def test_flops_of_a_run_are_those_of_what_it_trains() -> None:
     adapted = TrainableParameters.from_training_layout(LLAMA, replace(RUN, lora=LORA), WHOLE)
     assert adapted.extra_flops(LLAMA, WHOLE) - frozen == 6 * adapted.count.total
     assert TrainableParameters.from_training_layout(LLAMA, RUN, WHOLE).extra_flops(LLAMA, WHOLE) == 0
-    assert model_flops(LLAMA, 4096) + frozen > 0.66 * model_flops(LLAMA, 4096)
+    assert compute_model_flops_per_token(LLAMA, 4096) + frozen > 0.66 * compute_model_flops_per_token(LLAMA, 4096)
 
 
 def test_a_run_says_what_it_trains() -> None:

@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.derive_checkpoint import prune_checkpoint
+from mega_ckpt.derive_checkpoint import copy_checkpoint_without_training_state
 from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint, latest_checkpoint, parse_location
 from mega_cli.main import main
@@ -307,7 +307,7 @@ def test_a_missing_checkpoint_that_was_asked_for_is_an_error(settings: Settings,
 
 def test_weights_alone_are_nothing_to_go_on_from(settings: Settings, tmp_path: Path) -> None:
     trained(settings(train={"steps": 1}))
-    prune_checkpoint(tmp_path / "run", tmp_path / "weights")
+    copy_checkpoint_without_training_state(tmp_path / "run", tmp_path / "weights")
     with pytest.raises(CheckpointError, match="holds weights without the state of a run") as refused:
         trained(settings(checkpoint={"load": str(tmp_path / "weights")}, output=str(tmp_path / "second")))
     assert f"init_from={tmp_path / 'weights'}" in str(refused.value)

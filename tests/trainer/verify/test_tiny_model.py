@@ -13,7 +13,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
 from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared_head_count
-from mega_trainer.verify.verification import choose_layouts, parse_layout
+from mega_trainer.verify.verification import choose_covering_layout_cases, parse_layout
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").glob("*-*.yaml"))
 BASE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 50_000}
@@ -104,7 +104,7 @@ def test_shared_heads_stay_all_one_or_some(heads: int, shared: int, tiny_heads: 
 
 def test_layouts_are_legal_start_with_the_runs_own_and_are_read_back_from_their_text() -> None:
     tiny = tiny_of({"num_kv_heads": 4}, parallel={"tp": 8, "sp": True, "pp": 4, "schedule": "zb-h1"})
-    cases = choose_layouts(tiny, 6, 4, seed=1)
+    cases = choose_covering_layout_cases(tiny, 6, 4, seed=1)
     assert all(case.is_legal and case.ranks <= 4 for case in cases)
     own = cases[0].layout
     assert (own["tp"], own["sp"], own["pp"], own["schedule"]) == (2, True, 2, "zb-h1")
@@ -127,7 +127,7 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
     )  # fmt: skip
     assert {sentence.split()[0] for sentence in head.unverified[:2]} == {"The"}
     assert "classify" in head.unverified[1]
-    assert choose_layouts(head, 1, 2, seed=0)[0].is_legal
+    assert choose_covering_layout_cases(head, 1, 2, seed=0)[0].is_legal
     with pytest.raises(ConfigError, match="tpp=2 is not a setting of a layout"):
         parse_layout(tiny, "tpp=2")
     with pytest.raises(ConfigError, match="at most 8 processes, found 16"):
@@ -137,6 +137,6 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
 @pytest.mark.parametrize("seed", range(4))
 def test_few_layouts_have_tensor_ranks_without_sequence_parallelism(seed: int) -> None:
     """Which hides a gradient sum that is missing."""
-    layouts = [case.layout for case in choose_layouts(tiny_of({}), 3, 2, seed=seed)]
+    layouts = [case.layout for case in choose_covering_layout_cases(tiny_of({}), 3, 2, seed=seed)]
     assert any(layout["tp"] == 2 and not layout["sp"] for layout in layouts)
     assert any(layout["cp"] == 2 for layout in layouts)

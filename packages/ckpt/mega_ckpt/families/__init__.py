@@ -133,9 +133,9 @@ from mega_common.model_config import ModelConfig
 __all__ = [
     "FAMILIES",
     "ModelFamily",
-    "family_by_name",
-    "family_for_model",
-    "family_of_config",
+    "detect_model_family",
+    "find_family_by_name",
+    "find_family_expressing_model",
     "is_equivalent_config",
 ]
 
@@ -163,7 +163,7 @@ VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
 _NEAREST = 8  # families named in the error if none fits
 
 
-def family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+def find_family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the HuggingFace model family with this `model_type`.
     It is one of mega, or one that extensions `added`.
 
@@ -186,7 +186,7 @@ def family_by_name(name: object, source: str = "family", added: Sequence[ModelFa
     )
 
 
-def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
     `added` are families of extensions.
 
@@ -201,7 +201,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
         return MINISTRAL
     vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
     if vision is not None:
-        text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
+        text = vision.text or detect_model_family(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
@@ -210,7 +210,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
         raise CheckpointError(
             f"{source}: vision-language model type {kind!r} is not supported{reason}", hint=f"supported: {supported}"
         )
-    return outer or family_by_name(kind, source, added)
+    return outer or find_family_by_name(kind, source, added)
 
 
 def _check_sections(raw: ConfigDict, source: str) -> None:
@@ -226,7 +226,7 @@ def _check_sections(raw: ConfigDict, source: str) -> None:
             _check_sections(raw[key], f"{source}: {key}")
 
 
-def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
+def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the first HuggingFace model family whose config.json can express `model`.
     The families of mega come first, then those that extensions `added`.
     Raises CheckpointError if there is none.
@@ -254,6 +254,6 @@ def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
     """
     if model.rope.sections is not None:
         return [family for family in VISION_FAMILIES if family.text is not None]
-    text, module = family_for_model(text_only_config(model)), model.vision and model.vision.module
+    text, module = find_family_expressing_model(text_only_config(model)), model.vision and model.vision.module
     families = VISION_MODULE_FAMILIES if module else VISION_FAMILIES
     return [replace(family, text=text) for family in families if family.text is None]

@@ -17,7 +17,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.gpt2_decoders import FourfoldWidthEntry
+from mega_ckpt.families.gpt2_decoders import FourfoldFfnWidthConfigEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
@@ -38,7 +38,7 @@ BLOOM = ModelFamily(
         KeyEntry("attention_dropout", "attention_dropout", 0.0),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("seq_length max_position_embeddings", "max_position", 2048),
-        FourfoldWidthEntry(),
+        FourfoldFfnWidthConfigEntry(),
         MultiHeadEntry(),
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry({"apply_residual_connection_post_layernorm": (False,)}),
@@ -112,7 +112,7 @@ MPT = ModelFamily(
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("max_seq_len", "max_position", 2048),
         MptAttentionEntry(),
-        FourfoldWidthEntry(),
+        FourfoldFfnWidthConfigEntry(),
         MultiHeadEntry(),
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry(

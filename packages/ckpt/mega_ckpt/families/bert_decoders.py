@@ -25,7 +25,11 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
+from mega_ckpt.families.window_entries import (
+    build_sliding_window_fields,
+    get_transformers_layer_types,
+    window_layer_types,
+)
 from mega_common.model_config import ModelConfig
 
 
@@ -45,12 +49,12 @@ class CausalLocalAttentionEntry:
         if raw.get("sliding_window", size) not in (size, None):
             raise ConfigMismatchError(f"sliding_window = {raw['sliding_window']!r} must be {size}")
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
-        return window_fields(kinds, size, layers)
+        return build_sliding_window_fields(kinds, size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `local_attention` and `layer_types`."""
         size = 128 if model.sliding_window is None else 2 * model.sliding_window
-        return {"local_attention": size, "layer_types": model_layer_types(model)}
+        return {"local_attention": size, "layer_types": get_transformers_layer_types(model)}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,11 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, QKV, DiskTensor, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
-from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
+from mega_ckpt.families.window_entries import (
+    build_sliding_window_fields,
+    get_transformers_layer_types,
+    window_layer_types,
+)
 from mega_common.encoder_config import MaskedLmConfig
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
@@ -146,10 +150,10 @@ class EncoderHeadsEntry:
             raise ConfigMismatchError("sentence_pairs must be False")
         if model.masked_lm and model.masked_lm.model_dump() != expected:
             raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
-        return {"architectures": [encoder_class_name(self.name, model)]}
+        return {"architectures": [get_transformers_encoder_class(self.name, model)]}
 
 
-def encoder_class_name(name: str, model: ModelConfig) -> str:
+def get_transformers_encoder_class(name: str, model: ModelConfig) -> str:
     """Return the name of the transformers class that has the heads of the encoder `model`.
     It is `name` followed by Model, ForMaskedLM or ForPreTraining.
     """
@@ -205,12 +209,12 @@ class LocalAttentionEntry:
         """
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
-        return window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
+        return build_sliding_window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `local_attention` and `layer_types`, which lists all layers."""
         size = 128 if model.sliding_window is None else 2 * (model.sliding_window - 1)
-        return {"local_attention": size, "layer_types": model_layer_types(model)}
+        return {"local_attention": size, "layer_types": get_transformers_layer_types(model)}
 
 
 @dataclass(frozen=True)
@@ -453,7 +457,7 @@ class _ModernBertHeadEntry:
         if model.task_head:
             head = head.model_copy(update={"bias": True})  # of the output layer, which the class does not have
         return {
-            "architectures": [encoder_class_name("ModernBert", model)],
+            "architectures": [get_transformers_encoder_class("ModernBert", model)],
             "classifier_activation": next(key for key, value in HEAD_ACTIVATIONS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,

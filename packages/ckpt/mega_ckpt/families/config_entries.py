@@ -84,7 +84,7 @@ class FieldEntry(Protocol):
 Entry = TypeVar("Entry", bound=FieldEntry)
 
 
-def without_fields(entries: Iterable[Entry], *fields: str) -> tuple[Entry, ...]:
+def exclude_entries_of_fields(entries: Iterable[Entry], *fields: str) -> tuple[Entry, ...]:
     """Return the entries that handle none of these fields."""
     return tuple(entry for entry in entries if not entry.handled_model_fields & set(fields))
 

@@ -17,8 +17,8 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -27,7 +27,7 @@ from mega_ckpt.families.moe_entries import (
     MoeFieldEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
-    per_expert_rules,
+    build_per_expert_tensor_rules,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
@@ -172,7 +172,7 @@ def deepseek_family(
             *more,
         ),
         rules=(
-            *per_expert_rules(f"{_MLP}.experts"),
+            *build_per_expert_tensor_rules(f"{_MLP}.experts"),
             *SHARED_EXPERT_RULES,
         ),
         carried=frozenset({"ep_size", "seq_aux"}),
@@ -231,7 +231,7 @@ YOUTU = ModelFamily(
     name="youtu",
     architecture="YoutuForCausalLM",
     entries=(
-        *without_fields(DECODER, "init_std", "tie_embeddings"),
+        *exclude_entries_of_fields(DECODER, "init_std", "tie_embeddings"),
         DerivedInitEntry(),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
@@ -303,5 +303,5 @@ GLM4_MOE = ModelFamily(
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False}),
     ),
-    rules=(*per_expert_rules(f"{LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
+    rules=(*build_per_expert_tensor_rules(f"{LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
 )

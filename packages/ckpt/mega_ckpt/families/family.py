@@ -19,7 +19,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
 from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, drop_redundant_model_fields
-from mega_ckpt.families.rope_entries import unread_rope_keys
+from mega_ckpt.families.rope_entries import find_unused_rope_keys
 from mega_common.encoder_config import TaskHeadConfig
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import expand_layer_pattern
@@ -169,7 +169,7 @@ class ModelFamily:
         """
         read, raw = self.known_keys, self.select_text_config(raw)
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
-        return unread + [key for key in unread_rope_keys(raw) if key.partition(".")[2] not in read]
+        return unread + [key for key in find_unused_rope_keys(raw) if key.partition(".")[2] not in read]
 
     def select_text_config(self, raw: ConfigDict) -> ConfigDict:
         """Return the part of a config.json that describes a text model of this family.

@@ -19,9 +19,9 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     KeyValueHeadsEntry,
     MultiHeadEntry,
+    exclude_entries_of_fields,
     llama_config_entries,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, ExpertGroupsEntry, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TRANSPOSED, ConcatExpertsLayout, TensorRule, weight_bias_rules
@@ -46,7 +46,7 @@ OLMO = ModelFamily(
     name="olmo",
     architecture="OlmoForCausalLM",
     entries=(
-        *without_fields(DECODER, "norm_eps", "norm"),
+        *exclude_entries_of_fields(DECODER, "norm_eps", "norm"),
         FixedFieldsEntry({"norm": "layernorm", "norm_eps": 1e-5, "position": "rope", "qk_norm": False}),
         KeyValueHeadsEntry(explicit_dim=False, derived=True),
         RopeEntry(),
@@ -108,7 +108,7 @@ MINICPM3 = ModelFamily(
     name="minicpm3",
     architecture="MiniCPM3ForCausalLM",
     entries=(
-        *without_fields(llama_config_entries(norm_eps=1e-5), "init_std", "tie_embeddings"),
+        *exclude_entries_of_fields(llama_config_entries(norm_eps=1e-5), "init_std", "tie_embeddings"),
         KeyEntry("initializer_range", "init_std", 0.1),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         RopeEntry(scalings=frozenset({"none", "yarn", "longrope"})),
@@ -263,7 +263,7 @@ _BLOCK = "transformer.h.{i}"
 
 
 @dataclass(frozen=True)
-class FourTimesWidthEntry:
+class KeylessFourfoldFfnConfigEntry:
     """Translation to and from config.json of a feed-forward width of four times the model's, without a key in config.json."""
 
     handled_config_keys: frozenset[str] = frozenset()
@@ -296,7 +296,7 @@ OPENAI_GPT = ModelFamily(
         KeyEntry("attn_pdrop", "attention_dropout", 0.1),
         KeyEntry("resid_pdrop", "residual_dropout", 0.1),
         KeyEntry("initializer_range", "init_std", 0.02),
-        FourTimesWidthEntry(),
+        KeylessFourfoldFfnConfigEntry(),
         MultiHeadEntry(),
         _NO_WINDOW,
         FixedFieldsEntry({

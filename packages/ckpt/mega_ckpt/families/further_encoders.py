@@ -20,7 +20,7 @@ from mega_ckpt.families.bert_encoders import (
     TokenTypesEntry,
     bert_config_entries,
     bert_tensor_rules,
-    encoder_class_name,
+    get_transformers_encoder_class,
 )
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
@@ -31,8 +31,8 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     KeyValueHeadsEntry,
     MultiHeadEntry,
+    exclude_entries_of_fields,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
 from mega_ckpt.families.rope_entries import RopeEntry
@@ -71,7 +71,7 @@ class ClassifierActivationEntry:
 def _replace_entries(entries: Iterable[ConfigEntry], *changed: ConfigEntry) -> tuple[ConfigEntry, ...]:
     """Return the entries with those in `changed` in place of the ones for the same fields."""
     fields = frozenset[str]().union(*(entry.handled_model_fields for entry in changed))
-    return (*without_fields(entries, *fields), *changed)
+    return (*exclude_entries_of_fields(entries, *fields), *changed)
 
 
 def _module_rules(modules: Mapping[str, str | tuple[str, ...]]) -> tuple[TensorRule, ...]:
@@ -327,7 +327,7 @@ MPNET = EncoderFamily(
     entries=(
         *_with_fixed(
             _replace_entries(
-                without_fields(bert_config_entries("MPNet", norm_position="sum"), "token_types"),
+                exclude_entries_of_fields(bert_config_entries("MPNet", norm_position="sum"), "token_types"),
                 EncoderHeadsEntry("MPNet", "gelu", has_pairs=False),
                 FixedPositionOffsetEntry(),
             ),
@@ -382,7 +382,7 @@ GTE = EncoderFamily(
 
 
 @dataclass(frozen=True)
-class PlainHeadEntry:
+class EuroBertHeadsConfigEntry:
     """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, whose bias is the MLP's, and classifiers.
     A classifier has a dense layer with GELU, on the first token (`classifier_pooling`: bos).
     """
@@ -411,7 +411,7 @@ class PlainHeadEntry:
         if model.pooler and model.pooler_activation != "gelu":
             raise ConfigMismatchError(f"pooler_activation must be 'gelu', not {model.pooler_activation!r}")
         pooling = {"classifier_pooling": "bos"} if model.pooler else {}
-        return {"architectures": [encoder_class_name("EuroBert", model)], **pooling}
+        return {"architectures": [get_transformers_encoder_class("EuroBert", model)], **pooling}
 
 
 EUROBERT = EncoderFamily(
@@ -424,7 +424,7 @@ EUROBERT = EncoderFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         KeyEntry("mlp_bias", "mlp_bias", False),
         UniformWindowEntry(supports_windows=False),
-        PlainHeadEntry(),
+        EuroBertHeadsConfigEntry(),
         FixedFieldsEntry({"causal": False, "qk_norm": False}),
     ),
     rules=_module_rules({"dense": "model.pooler", "classifier": "score"}),

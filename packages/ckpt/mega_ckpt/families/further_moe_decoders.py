@@ -22,9 +22,9 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule
@@ -36,23 +36,23 @@ from mega_ckpt.families.moe_entries import (
     MoeSectionEntry,
     SharedExpertsEntry,
     SparseStepEntry,
-    per_expert_rules,
-    router_entries,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
-from mega_ckpt.families.sigmoid_moe_decoders import sigmoid_router_entries
+from mega_ckpt.families.sigmoid_moe_decoders import build_sigmoid_router_config_entries
 from mega_ckpt.families.window_entries import (
     RopeInWindowsEntry,
     UniformWindowEntry,
-    model_layer_types,
-    window_fields,
+    build_sliding_window_fields,
+    get_transformers_layer_types,
     window_layer_types,
 )
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.strict_config import StrictConfig
 
 _MLP = f"{LAYER}.mlp"
-_EXPERTS = per_expert_rules(f"{_MLP}.experts")
+_EXPERTS = build_per_expert_tensor_rules(f"{_MLP}.experts")
 _BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
 _NO_WINDOW = UniformWindowEntry(supports_windows=False)
 
@@ -99,7 +99,9 @@ PHIMOE = ModelFamily(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *without_fields(router_entries("num_local_experts", top_k=2, normalize=False, experts=16), "normalize"),
+                *exclude_entries_of_fields(
+                    build_router_config_entries("num_local_experts", top_k=2, normalize=False, experts=16), "normalize"
+                ),
                 KeyEntry("intermediate_size", "ffn_hidden_size", 6400),
                 KeyEntry("router_jitter_noise", "jitter", 0.01),
                 FixedFieldsEntry({"score": "sparsemixer", "normalize": False}),
@@ -110,7 +112,7 @@ PHIMOE = ModelFamily(
     ),
     rules=(
         TensorRule(f"{_MIXTRAL}.gate.weight", (f"{_MLP}.gate.weight",)),
-        *per_expert_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
+        *build_per_expert_tensor_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
     ),
     carried=frozenset({"input_jitter_noise"}),
 )
@@ -138,8 +140,9 @@ FLINT = ModelFamily(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *without_fields(
-                    router_entries("num_experts", top_k=6, normalize=False, experts=256, aux_loss=0.0005), "normalize"
+                *exclude_entries_of_fields(
+                    build_router_config_entries("num_experts", top_k=6, normalize=False, experts=256, aux_loss=0.0005),
+                    "normalize",
                 ),
                 KeyEntry("norm_topk_prob", "normalize", True),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
@@ -157,13 +160,13 @@ KOLIBRI1 = ModelFamily(
     name="kolibri1",
     architecture="Kolibri1ForCausalLM",
     entries=(
-        *without_fields(DECODER, "ffn_hidden_size"),
+        *exclude_entries_of_fields(DECODER, "ffn_hidden_size"),
         KeyValueHeadsEntry(kv_default=4, dim_default=128),
         RopeEntry(),
         RopeInWindowsEntry(size=513, every=5, none_rotates_all=True),
         MoeSectionEntry(
             (
-                *without_fields(router_entries("num_local_experts num_experts", top_k=6, normalize=False, experts=384), "aux_loss"),
+                *exclude_entries_of_fields(build_router_config_entries("num_local_experts num_experts", top_k=6, normalize=False, experts=384), "aux_loss"),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
                 FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "choice": "logits"}),
@@ -225,7 +228,9 @@ AXK1 = AxK1Family(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *without_fields(sigmoid_router_entries(192, 8, 2.5, True, groups=(8, 4)), "selection_bias"),
+                *exclude_entries_of_fields(
+                    build_sigmoid_router_config_entries(192, 8, 2.5, True, groups=(8, 4)), "selection_bias"
+                ),
                 SharedExpertsEntry(1),
                 OptionalSelectionBiasEntry(),
                 FixedFieldsEntry({"score": "sigmoid", "output_norm": True}),
@@ -247,7 +252,7 @@ AXK1 = AxK1Family(
 
 
 @dataclass(frozen=True)
-class CohereExpertLayersEntry:
+class CohereWindowLayersConfigEntry:
     """Translation to and from config.json of the layers of Command A+ with a window, which alone have rotary positions.
     Dense layers at the start have a period of their own; if it is 1, they have positions without a window.
     """
@@ -265,7 +270,7 @@ class CohereExpertLayersEntry:
         full = [(layer + 1) % prefix == 0 for layer in layers[:first]]
         full += [(layer + 1) % every == 0 for layer in range(len(layers) - first)]
         kinds = raw.get("layer_types") or window_layer_types(full)
-        fields = window_fields(kinds, raw.get("sliding_window", self.size), layers)
+        fields = build_sliding_window_fields(kinds, raw.get("sliding_window", self.size), layers)
         feeds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
         rotated = {layer for layer in layers if prefix == 1 and feeds[layer] == "dense"}
         return {
@@ -281,7 +286,10 @@ class CohereExpertLayersEntry:
         unrotated = {layer for layer in layers if not model.has_rotary_positions(layer)}
         for prefix, expected in ((1, full - dense), (2, full)):
             if unrotated == expected:
-                kinds = {"layer_types": model_layer_types(model), "sliding_window": model.sliding_window or self.size}
+                kinds = {
+                    "layer_types": get_transformers_layer_types(model),
+                    "sliding_window": model.sliding_window or self.size,
+                }
                 return {**kinds, "prefix_dense_sliding_window_pattern": prefix}
         raise ConfigMismatchError(f"no_rope_layers must be the layers without a window, {sorted(full)}")
 
@@ -354,7 +362,7 @@ class CohereExpertsEntry:
 
 
 @dataclass(frozen=True)
-class DenseWidthEntry:
+class DenseFfnWidthConfigEntry:
     """Translation to and from config.json of the width of dense layers, which is that of an expert if the key is absent."""
 
     handled_config_keys: frozenset[str] = frozenset({"prefix_dense_intermediate_size"})
@@ -374,9 +382,9 @@ COHERE2_MOE = ModelFamily(
     name="cohere2_moe",
     architecture="Cohere2MoeForCausalLM",
     entries=(
-        *without_fields(CORE_SIZES, "ffn_hidden_size"),
+        *exclude_entries_of_fields(CORE_SIZES, "ffn_hidden_size"),
         *SIZES[len(CORE_SIZES) :],
-        DenseWidthEntry(),
+        DenseFfnWidthConfigEntry(),
         CohereExpertNormEntry(),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("hidden_act", "activation", "silu", SILU),
@@ -384,7 +392,7 @@ COHERE2_MOE = ModelFamily(
         _BOTH_BIASES,
         KeyValueHeadsEntry(dim_default=128),
         RopeEntry(interleaved=True),
-        CohereExpertLayersEntry(),
+        CohereWindowLayersConfigEntry(),
         MoeSectionEntry(
             (
                 KeyEntry("num_experts", "num_experts", 8),

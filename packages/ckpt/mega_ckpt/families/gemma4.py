@@ -17,15 +17,19 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import MoeFieldEntry, MoeInAllLayersEntry, MoeLayersEntry, MoeSectionEntry
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
-from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
+from mega_ckpt.families.window_entries import (
+    build_sliding_window_fields,
+    get_transformers_layer_types,
+    window_layer_types,
+)
 from mega_common.model_config import ModelConfig
 
 _FULL = "full_attention"
@@ -55,7 +59,10 @@ class Gemma4AttentionEntry:
         layers = layer_indices(raw)
         kinds = list(raw.get("layer_types") or window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
         kinds[-1] = _FULL
-        fields, usual = window_fields(kinds, raw.get("sliding_window", self.size), layers), raw.get("attention_k_eq_v")
+        fields, usual = (
+            build_sliding_window_fields(kinds, raw.get("sliding_window", self.size), layers),
+            raw.get("attention_k_eq_v"),
+        )
         heads = _HEADS.fields_from_config(raw)
         full = {**heads, "keys_are_values": bool(usual), **self._full_heads(raw, kinds, heads)}
         return {**fields, **heads, "full_attention": None if full == {**heads, "keys_are_values": False} else full}
@@ -85,7 +92,7 @@ class Gemma4AttentionEntry:
         """Return config.json's keys of windows and heads, those of full-attention layers in both forms.
         Raises ConfigMismatchError if the last layer has a window, or keys are values in layers with one.
         """
-        kinds, full = model_layer_types(model), model.full_layer_config
+        kinds, full = get_transformers_layer_types(model), model.full_attention_layer_config
         if kinds[-1] != _FULL or (model.keys_are_values and not all(kind == _FULL for kind in kinds)):
             raise ConfigMismatchError("the last layer must have full attention, and keys_are_values be false")
         size, shared = full.query_key_head_dim, full.key_value_heads
@@ -218,7 +225,7 @@ GEMMA4_UNIFIED = ModelFamily(
     name="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
     entries=(
-        *without_fields(SIZES, "max_position"),
+        *exclude_entries_of_fields(SIZES, "max_position"),
         KeyEntry("max_position_embeddings", "max_position", 262_144),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
@@ -252,7 +259,7 @@ GEMMA4 = replace(
     architecture="Gemma4ForCausalLM",
     entries=(
         *(Gemma4AttentionEntry(512) if isinstance(entry, Gemma4AttentionEntry) else entry
-          for entry in without_fields(GEMMA4_UNIFIED.entries, "max_position")),
+          for entry in exclude_entries_of_fields(GEMMA4_UNIFIED.entries, "max_position")),
         KeyEntry("max_position_embeddings", "max_position", 131_072),
         LayerInputEntry(),
         Gemma4ExpertsEntry(),

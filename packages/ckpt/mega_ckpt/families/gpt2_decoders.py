@@ -24,7 +24,11 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
-from mega_ckpt.families.window_entries import UniformWindowEntry, model_layer_types, window_fields
+from mega_ckpt.families.window_entries import (
+    UniformWindowEntry,
+    build_sliding_window_fields,
+    get_transformers_layer_types,
+)
 from mega_common.model_config import ModelConfig
 
 _BLOCK = "transformer.h.{i}"
@@ -112,7 +116,7 @@ _DROPOUTS = {"embd": "embedding", "attn": "attention", "resid": "residual"}
 
 
 @dataclass(frozen=True)
-class FourfoldWidthEntry:
+class FourfoldFfnWidthConfigEntry:
     """Translation to and from config.json of a feed-forward width of four times the model's.
 
     Attributes:
@@ -223,12 +227,12 @@ class AttentionTypesEntry:
             raise ConfigMismatchError(
                 f"attention_types = {raw.get('attention_types')!r:.80} is not supported (only lists of global and local)"
             ) from None
-        return window_fields(kinds, raw.get("window_size", 256), layers)
+        return build_sliding_window_fields(kinds, raw.get("window_size", 256), layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `attention_types`, `attention_layers` and `window_size`."""
         names = {kind: name for name, kind in _LAYER_TYPES.items()}
-        kinds = [names[kind] for kind in model_layer_types(model)]
+        kinds = [names[kind] for kind in get_transformers_layer_types(model)]
         return {
             "attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256,
         }  # fmt: skip
@@ -255,7 +259,7 @@ GPT_NEO = ModelFamily(
         KeyEntry("attention_dropout", "attention_dropout", 0.0),
         KeyEntry("resid_dropout", "residual_dropout", 0.0),
         KeyEntry("initializer_range", "init_std", 0.02),
-        FourfoldWidthEntry(key="intermediate_size"),
+        FourfoldFfnWidthConfigEntry(key="intermediate_size"),
         MultiHeadEntry(),
         AttentionTypesEntry(),
         AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),

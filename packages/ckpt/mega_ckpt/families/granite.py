@@ -21,7 +21,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.moe_entries import MoeInAllLayersEntry, MoeSectionEntry, router_entries
+from mega_ckpt.families.moe_entries import MoeInAllLayersEntry, MoeSectionEntry, build_router_config_entries
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import LayerTypesEntry, UniformWindowEntry
 from mega_common.model_config import ModelConfig
@@ -108,7 +108,7 @@ GRANITE_MOE = ModelFamily(
         *_SHARED,
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
+                *build_router_config_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
             MoeInAllLayersEntry(),
@@ -120,7 +120,7 @@ GRANITE_MOE = ModelFamily(
 
 
 @dataclass(frozen=True)
-class LayerThetaEntry:
+class LayerRopeThetaConfigEntry:
     """Translation to and from config.json of `layer_rope_theta`, a RoPE base frequency for each layer, 0 for none.
     The `ModelConfig` has one frequency for the layers with and one for those without a window.
     """
@@ -172,7 +172,7 @@ WINDOWS = LayerTypesEntry(size=128, every=4, first=0)
 _WINDOWED: tuple[ConfigEntry, ...] = (
     KeyValueHeadsEntry(explicit_dim=False),
     *MULTIPLIERS,
-    LayerThetaEntry(RopeEntry()),
+    LayerRopeThetaConfigEntry(RopeEntry()),
     WINDOWS,
     FixedFieldsEntry({"qk_norm": False, "attention_sinks": True}),
 )
@@ -204,7 +204,7 @@ def granite_shared_mlp_rules(module: str) -> tuple[TensorRule, ...]:
 
 _SHARED_MOE = MoeSectionEntry(
     (
-        *router_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
+        *build_router_config_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
         KeyEntry("intermediate_size", "ffn_hidden_size"),
         KeyEntry("shared_intermediate_size", "shared_ffn_hidden_size", 0),
     ),
@@ -236,7 +236,7 @@ GRANITE_MOE_SWA = ModelFamily(
 
 
 @dataclass(frozen=True)
-class PeriNormEntry:
+class HyperClovaXNormConfigEntry:
     """Translation to and from config.json of HyperCLOVA X's `attention_multiplier`, absent or null for the usual scale, and `use_post_norm`."""
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier", "use_post_norm"})
@@ -267,7 +267,7 @@ HYPERCLOVAX = ModelFamily(
         KeyEntry("embedding_multiplier", "embedding_multiplier", 1.0),
         KeyEntry("residual_multiplier", "residual_multiplier", 1.0),
         KeyEntry("logits_scaling", "logit_scale", 1.0),
-        PeriNormEntry(),
+        HyperClovaXNormConfigEntry(),
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"qk_norm": False}),
     ),

@@ -17,7 +17,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.model_equivalence import MOE_TRAINING_FIELDS
-from mega_ckpt.families.moe_entries import SHARED_MLP_RULES, MoeInAllLayersEntry, per_expert_rules
+from mega_ckpt.families.moe_entries import SHARED_MLP_RULES, MoeInAllLayersEntry, build_per_expert_tensor_rules
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig, MoeConfig
@@ -93,7 +93,7 @@ HUNYUAN_V1_MOE = ModelFamily(
     entries=(*_HUNYUAN, HunyuanExpertsEntry()),
     rules=(
         *_HUNYUAN_RULES,
-        *per_expert_rules(f"{_MLP}.experts"),
+        *build_per_expert_tensor_rules(f"{_MLP}.experts"),
         TensorRule(f"{_MLP}.gate.wg.weight", (f"{_MLP}.gate.weight",)),
         *SHARED_MLP_RULES,
     ),

@@ -33,7 +33,9 @@ NO_WINDOW: tuple[ConfigEntry, ...] = (
 )
 
 
-def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int], names: Sequence[str] = RECURRENT) -> list[str]:
+def parse_layer_mixers(
+    kinds: Any, recurrent: str, layers: Sequence[int], names: Sequence[str] = RECURRENT
+) -> list[str]:
     """Return the mixer of each layer, "attention" or `recurrent`, from `kinds`, a config.json's list of layer types.
 
     `names` are those of the other mixer in config.json.
@@ -64,7 +66,9 @@ def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
     return [str(kind.mixer) for kind in kinds]
 
 
-def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other: str = RECURRENT[0]) -> list[str]:
+def to_transformers_layer_types(
+    mixers: Sequence[str], attention: str = "full_attention", other: str = RECURRENT[0]
+) -> list[str]:
     """Return transformers' layer types for mega's mixer names.
     The result has `attention` for attention layers and `other` for all others.
     """

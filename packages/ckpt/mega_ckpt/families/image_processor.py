@@ -26,7 +26,7 @@ def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDi
     return section if isinstance(section, Mapping) else read(FILE)
 
 
-def add_module_processor(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
+def add_image_prompt_text_settings(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
     """Return the vision configuration with a folder's settings by which transformers writes the text of an image.
     They come from its processor and, as special tokens, from its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
     `read_image_processor_settings`.
@@ -48,7 +48,7 @@ def _token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
+def update_config_from_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
     """Return the vision configuration updated with preprocessing settings of an image processor.
     `raw` is the content of the image processor's configuration.
 

@@ -16,8 +16,8 @@ from mega_ckpt.families.config_entries import (
     ConfigMismatchError,
     FixedFieldsEntry,
     KeyEntry,
+    exclude_entries_of_fields,
     layer_indices,
-    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, ExpertGroupsEntry, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER
@@ -26,7 +26,7 @@ from mega_ckpt.families.moe_entries import (
     MlpLayerTypesEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
-    per_expert_rules,
+    build_per_expert_tensor_rules,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.model_config import ModelConfig
@@ -101,7 +101,7 @@ def _indexed_family(
         name=name,
         architecture=architecture,
         entries=(
-            *without_fields(DECODER, "norm_eps"),
+            *exclude_entries_of_fields(DECODER, "norm_eps"),
             KeyEntry("rms_norm_eps", "norm_eps", norm_eps),
             RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
             attention,
@@ -124,7 +124,7 @@ def _indexed_family(
             AllowedValuesEntry({"rope_interleave": (True,), "indexer_rope_interleave": (attention.interleaved,)}),
             FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
         ),
-        rules=(*per_expert_rules(f"{LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
+        rules=(*build_per_expert_tensor_rules(f"{LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
         carried=frozenset({"ep_size", "seq_aux", "mlp_bias"}),
     )
 

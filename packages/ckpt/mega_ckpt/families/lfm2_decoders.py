@@ -16,14 +16,20 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.hybrid_entries import CONV1D, NO_WINDOW, check_layer_mixers, mixer_names, parse_mixer_names
-from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, per_expert_rules
+from mega_ckpt.families.hybrid_entries import (
+    CONV1D,
+    NO_WINDOW,
+    check_layer_mixers,
+    parse_layer_mixers,
+    to_transformers_layer_types,
+)
+from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, build_per_expert_tensor_rules
 from mega_ckpt.families.rope_entries import EVERY_SCALING, RopeEntry
 from mega_common.layer_kinds import ShortConvolutionConfig
 from mega_common.model_config import ModelConfig
@@ -50,7 +56,7 @@ class ShortConvolutionEntry:
 
 
 @dataclass(frozen=True)
-class Lfm2LayersEntry:
+class Lfm2LayerTypesConfigEntry:
     """Translation to and from config.json of the kind of each layer of LFM2.
     In config.json it is a list of token mixers, or the layers with attention, and with `experts` the number of dense
     layers before those with experts.
@@ -76,7 +82,7 @@ class Lfm2LayersEntry:
         at = raw.get("full_attn_idxs")
         at = layers if at is None else at
         default = ["full_attention" if layer in at else "conv" for layer in layers]
-        mixers = parse_mixer_names(kinds or default, _MIXER, layers, names=("conv",))
+        mixers = parse_layer_mixers(kinds or default, _MIXER, layers, names=("conv",))
         dense = raw.get("num_dense_layers", 2) if self.experts else len(layers)
         return {"layers": [f"{mixer}+{'mlp' if i < dense else 'moe'}" for i, mixer in enumerate(mixers)]}
 
@@ -86,7 +92,9 @@ class Lfm2LayersEntry:
         Raises:
             ConfigMismatchError: for other mixers, and for a dense layer after one with experts.
         """
-        out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, _MIXER), other="conv")}
+        out: dict[str, Any] = {
+            "layer_types": to_transformers_layer_types(check_layer_mixers(model, _MIXER), other="conv")
+        }
         feeds = [kind.feed_forward for kind in model.layer_kinds[: model.num_layers]]
         dense = feeds.count("mlp")
         if "moe" in feeds[:dense] or ("moe" in feeds) != self.experts:
@@ -122,7 +130,7 @@ class AdjustedWidthEntry:
 
 
 _ENTRIES: tuple[ConfigEntry, ...] = (
-    *without_fields(CORE_SIZES, "ffn_hidden_size"),
+    *exclude_entries_of_fields(CORE_SIZES, "ffn_hidden_size"),
     KeyEntry("max_position_embeddings", "max_position", 128_000),
     KeyEntry("initializer_range", "init_std", 0.02),
     KeyEntry("tie_embedding tie_word_embeddings", "tie_embeddings", True, must_agree=False),
@@ -155,7 +163,12 @@ _RULES = (
 LFM2 = ModelFamily(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
-    entries=(*_ENTRIES, AdjustedWidthEntry(), Lfm2LayersEntry(), AllowedValuesEntry({"block_use_swiglu": (True,)})),
+    entries=(
+        *_ENTRIES,
+        AdjustedWidthEntry(),
+        Lfm2LayerTypesConfigEntry(),
+        AllowedValuesEntry({"block_use_swiglu": (True,)}),
+    ),
     rules=_RULES,
     # Initialization, and sizes that published folders give twice.
     carried=split_words(
@@ -170,7 +183,7 @@ LFM2_MOE = ModelFamily(
     entries=(
         *_ENTRIES,
         KeyEntry("intermediate_size", "ffn_hidden_size", 7168),
-        Lfm2LayersEntry(experts=True),
+        Lfm2LayerTypesConfigEntry(experts=True),
         MoeSectionEntry(
             (
                 KeyEntry("num_experts num_local_experts", "num_experts", 32),
@@ -188,6 +201,6 @@ LFM2_MOE = ModelFamily(
         *_RULES,
         TensorRule(f"{_FEED}.gate.weight", (f"{LAYER}.mlp.gate.weight",)),
         TensorRule(f"{_FEED}.expert_bias", (f"{LAYER}.mlp.gate.e_score_correction_bias",)),
-        *per_expert_rules(f"{_FEED}.experts", ("w1", "w3", "w2")),
+        *build_per_expert_tensor_rules(f"{_FEED}.experts", ("w1", "w3", "w2")),
     ),
 )

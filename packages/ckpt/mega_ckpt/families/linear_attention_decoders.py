@@ -35,15 +35,20 @@ from mega_ckpt.families.disk_layouts import (
     weight_bias_rules,
 )
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.hybrid_entries import NO_WINDOW, check_layer_mixers, mixer_names, parse_mixer_names
+from mega_ckpt.families.hybrid_entries import (
+    NO_WINDOW,
+    check_layer_mixers,
+    parse_layer_mixers,
+    to_transformers_layer_types,
+)
 from mega_ckpt.families.moe_entries import (
     MlpLayerTypesEntry,
     MoeInAllLayersEntry,
     MoeInLayerPatternEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
-    per_expert_rules,
-    router_entries,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import KimiDeltaConfig, LightningConfig
@@ -72,7 +77,7 @@ class KimiLayersEntry:
         """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed" of each layer) and `kda`."""
         layers, given = layer_indices(raw), raw.get("linear_attn_config") or {}
         kinds = raw.get("layer_types") or self._listed_layer_types(given, len(layers))
-        mixers = parse_mixer_names(kinds, "kda", layers, names=("linear_attention",))
+        mixers = parse_layer_mixers(kinds, "kda", layers, names=("linear_attention",))
         sparse = _FEEDS.fields_from_config(raw)
         feeds = ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
         sizes = {_FIELDS[key]: given.get(key, raw.get(_LATER_NAMES[key], default)) for key, default in _SIZES.items()}
@@ -138,7 +143,7 @@ class LingLayersEntry:
         """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed" of each layer) and `kda`."""
         layers, every = layer_indices(raw), raw.get("layer_group_size", 6)
         default = ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]
-        mixers = parse_mixer_names(raw.get("layer_types") or default, "kda", layers, names=("linear_attention",))
+        mixers = parse_layer_mixers(raw.get("layer_types") or default, "kda", layers, names=("linear_attention",))
         sparse = _LING_FEEDS.fields_from_config(raw)
         feeds = ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
         section = {
@@ -165,7 +170,7 @@ class LingLayersEntry:
         gate = {"kda_safe_gate": kda.gate_floor is not None}
         floor = {} if kda.gate_floor is None else {"kda_lower_bound": kda.gate_floor}
         return {
-            "layer_types": mixer_names(mixers), **_feed_forward_keys(model), **sizes, **gate, **floor,
+            "layer_types": to_transformers_layer_types(mixers), **_feed_forward_keys(model), **sizes, **gate, **floor,
             "head_dim": kda.head_dim, "short_conv_kernel_size": kda.conv_kernel,
         }  # fmt: skip
 
@@ -186,7 +191,7 @@ class MiniMaxLayersEntry:
         """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+moe" of each layer) and `lightning`."""
         layers, heads = layer_indices(raw), raw["num_attention_heads"]
         default = ["linear_attention" if i % 2 else "full_attention" for i in layers]
-        mixers = parse_mixer_names(raw.get("layer_types") or default, "lightning", layers, names=("linear_attention",))
+        mixers = parse_layer_mixers(raw.get("layer_types") or default, "lightning", layers, names=("linear_attention",))
         size = raw.get("head_dim") or raw["hidden_size"] // heads
         section = {"num_heads": heads, "head_dim": size, "chunk_size": raw.get("block_size", 256)}
         return {"layers": [f"{mixer}+moe" for mixer in mixers], "lightning": section}
@@ -204,7 +209,7 @@ class MiniMaxLayersEntry:
         lightning = model.lightning or LightningConfig(num_heads=heads, head_dim=size)
         if lightning != LightningConfig(num_heads=heads, head_dim=size, chunk_size=lightning.chunk_size):
             raise ConfigMismatchError(f"lightning must have {heads} heads of size {size}, and norm_eps = 1e-6")
-        return {"layer_types": mixer_names(mixers), "block_size": lightning.chunk_size}
+        return {"layer_types": to_transformers_layer_types(mixers), "block_size": lightning.chunk_size}
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ _ATTENTION, _KDA, _LIGHTNING = f"{LAYER}.self_attn", f"{LAYER}.kda", f"{LAYER}.l
 _MIXTRAL, _FEED = f"{LAYER}.block_sparse_moe", f"{LAYER}.mlp"
 _EXPERTS = (
     TensorRule(f"{_MIXTRAL}.gate.weight", (f"{_FEED}.gate.weight",)),
-    *per_expert_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
+    *build_per_expert_tensor_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
 )
 _GATES = tuple(f"{gate}_{half}_proj" for gate in "fg" for half in "ab")
 _NO_BIASES = {"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}
@@ -344,7 +349,7 @@ BAILING_HYBRID = ModelFamily(
         *(rule for part in _LATENTS for rule in weight_bias_rules(f"{_LING}.{part}", f"{_ATTENTION}.{part}")),
         *weight_bias_rules(f"{_LING}.dense", f"{_ATTENTION}.o_proj"),
         TensorRule(f"{_FEED}.gate.expert_bias", (f"{_FEED}.gate.e_score_correction_bias",)),
-        *per_expert_rules(f"{_FEED}.experts"),
+        *build_per_expert_tensor_rules(f"{_FEED}.experts"),
         *SHARED_EXPERT_RULES,
     ),
     buffers=r"(.*\.)?rotary_emb\.inv_freq|model\.layers\.42\..*",  # the MTP layer of Ling 3 Flash, as in transformers
@@ -364,7 +369,7 @@ MINIMAX = ModelFamily(
         ResidualFactorsEntry(),
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
+                *build_router_config_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
             MoeInAllLayersEntry(),

@@ -21,15 +21,15 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import MoeSectionEntry, moe_layer_indices
 from mega_ckpt.families.rope_entries import RopeEntry
-from mega_ckpt.families.window_entries import model_layer_types, window_fields
+from mega_ckpt.families.window_entries import build_sliding_window_fields, get_transformers_layer_types
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.model_config import ModelConfig
 
@@ -63,7 +63,7 @@ class Llama4AttentionEntry:
                 "layer_types and no_rope_layers must name chunked or full attention for each layer"
             )
         kinds = [_WINDOW if kind == _CHUNKED else kind for kind in kinds]
-        window = window_fields(kinds, raw.get("attention_chunk_size", 8192), layers)
+        window = build_sliding_window_fields(kinds, raw.get("attention_chunk_size", 8192), layers)
         unrotated = [layer for layer in layers if not rotates[layer]]
         scaled = unrotated and raw.get("attn_temperature_tuning", True)
         norm = {"qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True}
@@ -88,7 +88,7 @@ class Llama4AttentionEntry:
         scale, length = model.no_rope_scaling or (0.1, 8192)
         return {
             "attention_chunk_size": model.sliding_window,
-            "layer_types": [_CHUNKED if kind == _WINDOW else kind for kind in model_layer_types(model)],
+            "layer_types": [_CHUNKED if kind == _WINDOW else kind for kind in get_transformers_layer_types(model)],
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "attn_temperature_tuning": model.no_rope_scaling is not None,
             "attn_scale": scale,
@@ -98,7 +98,7 @@ class Llama4AttentionEntry:
 
 
 @dataclass(frozen=True)
-class MoeLayerListEntry:
+class MoeLayerListConfigEntry:
     """`MoeLayersEntry` of Llama 4: a list of the layers with experts, or every n-th layer."""
 
     handled_config_keys: frozenset[str] = frozenset({"moe_layers", "interleave_moe_layer_step"})
@@ -135,7 +135,7 @@ LLAMA4 = ModelFamily(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
     entries=(
-        *without_fields(CORE_SIZES, "ffn_hidden_size"),
+        *exclude_entries_of_fields(CORE_SIZES, "ffn_hidden_size"),
         KeyEntry("intermediate_size_mlp", "ffn_hidden_size", 16384),
         KeyEntry("max_position_embeddings", "max_position", 131_072),
         KeyEntry("initializer_range", "init_std", 0.02),
@@ -156,7 +156,7 @@ LLAMA4 = ModelFamily(
                 KeyEntry("intermediate_size", "ffn_hidden_size shared_ffn_hidden_size", 8192),
                 FixedFieldsEntry({"score": "sigmoid", "normalize": False, "weighted_inputs": True}),
             ),
-            MoeLayerListEntry(),
+            MoeLayerListConfigEntry(),
         ),
         FixedFieldsEntry({"norm": "rmsnorm", "position": "rope", "mlp_bias": False}),
     ),

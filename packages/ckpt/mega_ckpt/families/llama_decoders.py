@@ -35,8 +35,8 @@ from mega_ckpt.families.window_entries import (
     QwenWindowEntry,
     RopeInWindowsEntry,
     UniformWindowEntry,
-    model_layer_types,
-    window_fields,
+    build_sliding_window_fields,
+    get_transformers_layer_types,
     window_layer_types,
 )
 from mega_common.model_config import ModelConfig
@@ -327,7 +327,7 @@ class NoRopeLayersEntry:
         unrotated = [layer for layer in layers if not rotated[layer]]
         size = raw.get("sliding_window") if raw.get("use_sliding_window") else None
         kinds = raw.get("layer_types") or window_layer_types([not size or layer not in unrotated for layer in layers])
-        return {"no_rope_layers": unrotated or None, **window_fields(kinds, size, layers)}
+        return {"no_rope_layers": unrotated or None, **build_sliding_window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
@@ -336,7 +336,7 @@ class NoRopeLayersEntry:
             "no_rope_layer_interval": self.every,
             "use_sliding_window": model.sliding_window is not None,
             "sliding_window": model.sliding_window,
-            "layer_types": model_layer_types(model),
+            "layer_types": get_transformers_layer_types(model),
         }
 
 

@@ -18,9 +18,9 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -29,15 +29,15 @@ from mega_ckpt.families.hybrid_entries import (
     NO_WINDOW,
     UnusedFieldsEntry,
     check_layer_mixers,
-    parse_mixer_names,
+    parse_layer_mixers,
 )
 from mega_ckpt.families.mamba_decoders import BACKBONE, FEED_FORWARD_RULES, MambaLayersEntry
 from mega_ckpt.families.moe_entries import (
     MoeFieldEntry,
     MoeInLayerPatternEntry,
     MoeSectionEntry,
-    per_expert_rules,
-    router_entries,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
 )
 from mega_common.layer_kinds import Mamba1Config
 from mega_common.model_config import ModelConfig
@@ -190,7 +190,7 @@ FALCON_MAMBA = ModelFamily(
 
 _EXPERTS = MoeSectionEntry(
     (
-        *router_entries("num_experts num_local_experts", top_k=2, normalize=True, experts=16)[:-1],
+        *build_router_config_entries("num_experts num_local_experts", top_k=2, normalize=True, experts=16)[:-1],
         FixedFieldsEntry({"normalize": False}),
         KeyEntry("intermediate_size", "ffn_hidden_size"),
     ),
@@ -217,7 +217,7 @@ class JambaLayersEntry:
         section = _EXPERTS.fields_from_config(raw)
         experts = [section["moe"]["num_experts"] if routes(layer) else 1 for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
-        if kinds and parse_mixer_names(kinds, "mamba1", layers) != mixers:
+        if kinds and parse_layer_mixers(kinds, "mamba1", layers) != mixers:
             raise ConfigMismatchError("layer_types conflicts with attn_layer_period and attn_layer_offset")
         if raw.get("layers_num_experts", experts) != experts:
             raise ConfigMismatchError("layers_num_experts conflicts with expert_layer_period and expert_layer_offset")
@@ -268,7 +268,7 @@ JAMBA = ModelFamily(
     name="jamba",
     architecture="JambaForCausalLM",
     entries=(
-        *without_fields(DECODER, "position"),
+        *exclude_entries_of_fields(DECODER, "position"),
         FixedFieldsEntry({"norm": "rmsnorm", "position": "none"}),
         KeyValueHeadsEntry(kv_default=8, explicit_dim=False),
         JambaLayersEntry(),
@@ -290,7 +290,7 @@ JAMBA = ModelFamily(
         *mamba1_tensor_rules(f"{LAYER}.mamba"),
         *FEED_FORWARD_RULES,
         TensorRule(f"{LAYER}.feed_forward.router.weight", (f"{LAYER}.mlp.gate.weight",)),
-        *per_expert_rules(f"{LAYER}.feed_forward.experts"),
+        *build_per_expert_tensor_rules(f"{LAYER}.feed_forward.experts"),
     ),
     carried=split_words("num_logits_to_keep use_mamba_kernels use_mambapy use_associative_scan mamba_inner_layernorms"),
 )

@@ -17,10 +17,10 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     llama_config_entries,
     split_words,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -34,16 +34,16 @@ from mega_ckpt.families.hybrid_entries import (
     UnusedFieldsEntry,
     check_layer_mixers,
     mamba_tensor_rules,
-    mixer_names,
-    parse_mixer_names,
+    parse_layer_mixers,
+    to_transformers_layer_types,
 )
-from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, router_entries
+from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, build_router_config_entries
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.model_config import ModelConfig
 
 _EXPERTS = MoeSectionEntry(
     (
-        *router_entries("num_local_experts", top_k=2, normalize=True, experts=8),
+        *build_router_config_entries("num_local_experts", top_k=2, normalize=True, experts=8),
         KeyEntry("intermediate_size", "ffn_hidden_size"),
         KeyEntry("shared_intermediate_size", "shared_ffn_hidden_size", 1024),
     ),
@@ -65,7 +65,7 @@ class GraniteLayersEntry:
         """Return, from config.json, the `ModelConfig` fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
         layers = layer_indices(raw)
         kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
-        mixers = parse_mixer_names(kinds, "mamba", layers)
+        mixers = parse_layer_mixers(kinds, "mamba", layers)
         if raw.get("num_local_experts", 8) == 0:
             width = raw.get("shared_intermediate_size", 1024)
             return {"layers": [f"{mixer}+mlp" for mixer in mixers], "ffn_hidden_size": width}
@@ -76,7 +76,7 @@ class GraniteLayersEntry:
         """Return the config.json keys of layer types, experts and widths of a Granite 4 model.
         Without experts, `intermediate_size` is a placeholder that nothing reads.
         """
-        out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, "mamba"))}
+        out: dict[str, Any] = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}
         if feeds == {"mlp"}:
             width = model.ffn_hidden_size
@@ -86,7 +86,7 @@ class GraniteLayersEntry:
         return {**out, **_EXPERTS.config_from_fields(model)}
 
 
-_ENTRIES = without_fields(DECODER, "ffn_hidden_size", "position")  # covered by other entries
+_ENTRIES = exclude_entries_of_fields(DECODER, "ffn_hidden_size", "position")  # covered by other entries
 
 GRANITE_MOE_HYBRID = ModelFamily(
     name="granitemoehybrid",
@@ -126,7 +126,7 @@ class AttentionLayersEntry:
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
-        if kinds and parse_mixer_names(kinds, "mamba", layers) != mixers:
+        if kinds and parse_layer_mixers(kinds, "mamba", layers) != mixers:
             raise ConfigMismatchError(f"layer_types conflicts with attn_layer_indices = {at!r}")
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 

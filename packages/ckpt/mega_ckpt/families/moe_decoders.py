@@ -34,9 +34,9 @@ from mega_ckpt.families.moe_entries import (
     MoeSectionEntry,
     SharedExpertsEntry,
     SparseStepEntry,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
     moe_layer_indices,
-    per_expert_rules,
-    router_entries,
 )
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import LayerTypesEntry, QwenWindowEntry, SwitchedWindowEntry, UniformWindowEntry
@@ -55,7 +55,7 @@ MIXTRAL = ModelFamily(
         UniformWindowEntry(),
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=2, normalize=True),
+                *build_router_config_entries("num_local_experts num_experts", top_k=2, normalize=True),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
             MoeInAllLayersEntry(),
@@ -65,7 +65,7 @@ MIXTRAL = ModelFamily(
     ),
     rules=(
         TensorRule(f"{_MOE}.gate.weight", ("model.layers.{i}.mlp.gate.weight",)),
-        *per_expert_rules(f"{_MOE}.experts", ("w1", "w3", "w2")),
+        *build_per_expert_tensor_rules(f"{_MOE}.experts", ("w1", "w3", "w2")),
     ),
 )
 
@@ -81,7 +81,7 @@ QWEN2_MOE = ModelFamily(
         KeyEntry("qkv_bias", "qkv_bias", True),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=4, normalize=False),
+                *build_router_config_entries("num_experts num_local_experts", top_k=4, normalize=False),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size"),
                 FixedFieldsEntry({"shared_gate": True}),
@@ -90,7 +90,7 @@ QWEN2_MOE = ModelFamily(
         ),
         FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
     ),
-    rules=per_expert_rules("model.layers.{i}.mlp.experts"),
+    rules=build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
 )
 
 
@@ -105,14 +105,14 @@ QWEN3_MOE = ModelFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=8, normalize=False),
+                *build_router_config_entries("num_experts num_local_experts", top_k=8, normalize=False),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
             ),
             SparseStepEntry(),
         ),
         FixedFieldsEntry({"mlp_bias": False, "qk_norm": True}),
     ),
-    rules=per_expert_rules("model.layers.{i}.mlp.experts"),
+    rules=build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
 )
 
 
@@ -127,7 +127,9 @@ OLMOE = ModelFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=8, normalize=False, experts=64, aux_loss=0.01),
+                *build_router_config_entries(
+                    "num_experts num_local_experts", top_k=8, normalize=False, experts=64, aux_loss=0.01
+                ),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
             MoeInAllLayersEntry(),
@@ -135,7 +137,7 @@ OLMOE = ModelFamily(
         AllowedValuesEntry({"clip_qkv": (None,)}),
         FixedFieldsEntry({"qk_norm": True, "qk_norm_span": "all", "mlp_bias": False}),
     ),
-    rules=per_expert_rules("model.layers.{i}.mlp.experts"),
+    rules=build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
 )
 
 
@@ -150,14 +152,16 @@ FLEX_OLMO = ModelFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=5, normalize=False, experts=7, aux_loss=0.01),
+                *build_router_config_entries(
+                    "num_experts num_local_experts", top_k=5, normalize=False, experts=7, aux_loss=0.01
+                ),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
             MoeInAllLayersEntry(),
         ),
         FixedFieldsEntry({"norm_position": "post", "qk_norm": True, "qk_norm_span": "all", "mlp_bias": False}),
     ),
-    rules=per_expert_rules("model.layers.{i}.mlp.experts"),
+    rules=build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
     tokens=("eos_token_id", "pad_token_id"),
 )
 
@@ -175,7 +179,7 @@ MELLUM = ModelFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=8, normalize=False, experts=64),
+                *build_router_config_entries("num_experts num_local_experts", top_k=8, normalize=False, experts=64),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 896),
                 KeyEntry("norm_topk_prob", "normalize", True),
             ),
@@ -184,7 +188,7 @@ MELLUM = ModelFamily(
         AllowedValuesEntry({"num_mtp_layers": (None, 0), "num_nextn_predict_layers": (None, 0)}),
         FixedFieldsEntry({"mlp_bias": False, "qk_norm": True}),
     ),
-    rules=per_expert_rules("model.layers.{i}.mlp.experts"),
+    rules=build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
     buffers=r"mtp\..*|(.*\.)?rotary_emb\.inv_freq",
     carried=frozenset({"mtp_layer_types", "mtp_mlp_layer_types"}),
 )
@@ -243,7 +247,7 @@ ERNIE4_5_MOE = ModelFamily(
         FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
     ),
     rules=(
-        *per_expert_rules("model.layers.{i}.mlp.experts"),
+        *build_per_expert_tensor_rules("model.layers.{i}.mlp.experts"),
         *SHARED_EXPERT_RULES,
         TensorRule(
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
@@ -280,7 +284,7 @@ GPT_OSS = ModelFamily(
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", True),
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=4, normalize=True),
+                *build_router_config_entries("num_local_experts num_experts", top_k=4, normalize=True),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
                 FixedFieldsEntry({"router_bias": True}),
             ),

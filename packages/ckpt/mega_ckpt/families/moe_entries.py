@@ -260,7 +260,7 @@ def moe_layer_indices(model: ModelConfig) -> list[int]:
     return [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
 
 
-def router_entries(
+def build_router_config_entries(
     name: str, *, top_k: int, normalize: bool, experts: Any = ..., aux_loss: float = 0.001
 ) -> tuple[MoeFieldEntry, ...]:
     """Return the router's config entries that Mixtral, Qwen and GPT-OSS share.
@@ -276,7 +276,7 @@ def router_entries(
     )
 
 
-def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[TensorRule, ...]:
+def build_per_expert_tensor_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[TensorRule, ...]:
     """Return the tensor rules for experts with separate tensors on disk.
     The disk tensors are `module`.{e}.`name`.weight for expert e and each of the three projection `names`.
     """

@@ -31,7 +31,7 @@ from mega_ckpt.families.hybrid_entries import (
     TimeStepLimitEntry,
     mamba_tensor_rules,
 )
-from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, per_expert_rules
+from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, build_per_expert_tensor_rules
 from mega_common.layer_kinds import LETTERS, MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
@@ -188,7 +188,7 @@ NEMOTRON_H = ModelFamily(
         *_mixer_rules("", *(f"self_attn/{name}_proj" for name in "qkvo"), "mlp/up_proj", "mlp/down_proj", "mlp/gate"),
         *_mixer_rules("", "mlp/fc1_latent_proj", "mlp/fc2_latent_proj"),
         TensorRule(f"{_DISK_LAYER}.mixer.gate.e_score_correction_bias", (f"{LAYER}.mlp.gate.e_score_correction_bias",)),
-        *per_expert_rules(f"{_DISK_LAYER}.mixer.experts"),
+        *build_per_expert_tensor_rules(f"{_DISK_LAYER}.mixer.experts"),
         *_mixer_rules("shared_experts.", "mlp.shared_expert/up_proj", "mlp.shared_expert/down_proj"),
         TensorRule("backbone.norm_f.weight", ("model.norm.weight",)),
     ),

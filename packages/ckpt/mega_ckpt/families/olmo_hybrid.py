@@ -16,13 +16,19 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, DiskTensor, TensorRule, TensorSlice
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.hybrid_entries import CONV1D, NO_WINDOW, check_layer_mixers, mixer_names, parse_mixer_names
+from mega_ckpt.families.hybrid_entries import (
+    CONV1D,
+    NO_WINDOW,
+    check_layer_mixers,
+    parse_layer_mixers,
+    to_transformers_layer_types,
+)
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.layer_kinds import GatedDeltaConfig
@@ -51,7 +57,7 @@ class OlmoHybridLayersEntry:
         default = ["linear_attention" if i % 4 < 3 else "full_attention" for i in layers]
         if "full_attention" not in default:
             default[-1] = "full_attention"
-        mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers, names=("linear_attention",))
+        mixers = parse_layer_mixers(raw.get("layer_types") or default, "delta", layers, names=("linear_attention",))
         given = {name: raw[key] for key, name in _KEYS.items() if raw.get(key) is not None}
         keys = given.get("num_key_heads", heads)
         size = given.get("key_head_dim", int(0.75 * raw["hidden_size"] / keys))
@@ -71,7 +77,10 @@ class OlmoHybridLayersEntry:
         assert isinstance(model.delta, GatedDeltaConfig)
         if (model.delta.norm_eps or model.norm_eps) != _NORM_EPS:
             raise ConfigMismatchError(f"delta.norm_eps must be {_NORM_EPS}, not {model.delta.norm_eps}")
-        return {"layer_types": mixer_names(mixers), **{key: getattr(model.delta, name) for key, name in _KEYS.items()}}
+        return {
+            "layer_types": to_transformers_layer_types(mixers),
+            **{key: getattr(model.delta, name) for key, name in _KEYS.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ OLMO_HYBRID = OlmoHybridFamily(
     name="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
     entries=(
-        *without_fields(llama_config_entries(norm_eps=1e-6), "norm"),
+        *exclude_entries_of_fields(llama_config_entries(norm_eps=1e-6), "norm"),
         FixedFieldsEntry({"norm": "rmsnorm"}),
         KeyValueHeadsEntry(explicit_dim=False),
         NullRopeEntry(RopeEntry()),

@@ -20,9 +20,9 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -31,15 +31,15 @@ from mega_ckpt.families.hybrid_entries import (
     NO_WINDOW,
     UnusedFieldsEntry,
     check_layer_mixers,
-    mixer_names,
-    parse_mixer_names,
+    parse_layer_mixers,
+    to_transformers_layer_types,
 )
 from mega_ckpt.families.moe_entries import (
     MoeFieldEntry,
     MoeInLayerPatternEntry,
     MoeSectionEntry,
     SparseStepEntry,
-    per_expert_rules,
+    build_per_expert_tensor_rules,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import GatedDeltaConfig
@@ -103,7 +103,7 @@ class QwenLayersEntry:
         """
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
-        mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
+        mixers = parse_layer_mixers(raw.get("layer_types") or default, "delta", layers)
         feeds = self._feed_forward_kinds(raw, layers)
         return {"layers": [f"{mixer}+{feed}" for mixer, feed in zip(mixers, feeds, strict=True)]}
 
@@ -118,7 +118,7 @@ class QwenLayersEntry:
         They are `layer_types` and, unless all layers have one kind of feed-forward block, the keys that select the
         layers with experts.
         """
-        out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
+        out = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "delta"))}
         if not self.feed:
             return {**out, **SparseStepEntry().config_from_fields(model)}
         if any(kind.feed_forward != self.feed for kind in model.layer_kinds):
@@ -141,7 +141,7 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
     )
 
 
-def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
+def qwen_hybrid_moe_entry(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
     """Return the config entry for the experts of Qwen3-Next and Qwen3.5.
     `top_k` and `experts` are transformers' defaults for absent keys.
     """
@@ -171,7 +171,7 @@ QWEN3_NEXT = ModelFamily(
         *llama_config_entries(),
         *qwen_hybrid_entries(2),
         QwenLayersEntry(),
-        qwen_hybrid_experts(10, 512, KeyEntry("norm_topk_prob", "normalize", True)),
+        qwen_hybrid_moe_entry(10, 512, KeyEntry("norm_topk_prob", "normalize", True)),
     ),
     rules=(
         *(
@@ -183,7 +183,7 @@ QWEN3_NEXT = ModelFamily(
             for names in ("qkvz", "ba")
         ),
         *QWEN_RULES,
-        *per_expert_rules(f"{LAYER}.mlp.experts"),
+        *build_per_expert_tensor_rules(f"{LAYER}.mlp.experts"),
     ),
     buffers=r"mtp\..*",
 )
@@ -211,13 +211,13 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     entries=(
-        *without_fields(llama_config_entries(), "ffn_hidden_size"),
+        *exclude_entries_of_fields(llama_config_entries(), "ffn_hidden_size"),
         UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
         *qwen_hybrid_entries(2),
         QwenLayersEntry("moe"),
-        qwen_hybrid_experts(8, 256, FixedFieldsEntry({"normalize": True})),
+        qwen_hybrid_moe_entry(8, 256, FixedFieldsEntry({"normalize": True})),
     ),
-    rules=(*_RULES, *per_expert_rules(_MLP)),
+    rules=(*_RULES, *build_per_expert_tensor_rules(_MLP)),
     fused=(
         *_RULES,
         TensorRule(

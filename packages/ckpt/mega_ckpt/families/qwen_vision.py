@@ -22,9 +22,9 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.llama_decoders import QWEN2
-from mega_ckpt.families.moe_entries import MoeSectionEntry, SparseStepEntry, router_entries
+from mega_ckpt.families.moe_entries import MoeSectionEntry, SparseStepEntry, build_router_config_entries
 from mega_ckpt.families.rope_entries import RopeEntry
-from mega_ckpt.families.vision_family import PatchConvLayout, TensorNameStyle, VisionLanguageFamily
+from mega_ckpt.families.vision_family import PatchConvLayout, VisionLanguageFamily, VisionLanguageTensorNaming
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
@@ -88,7 +88,7 @@ QWEN2_5_VL_TEXT = replace(
 )
 
 
-def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
+def qwen_vision_encoder_tensor_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
     """Return the tensor rules of the vision encoder of Qwen2.5-VL or Qwen3-VL, and of Qwen3-VL's DeepStack mergers.
     Disk names are without the encoder's prefix.
     """
@@ -112,11 +112,11 @@ def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
             for rule in weight_bias_rules(f"blocks.{{i}}.{disk}", f"{TOWER}layers.{{i}}.{canonical}")
         ),
         *weight_bias_rules("blocks.{i}.attn.qkv", *(f"{TOWER}layers.{{i}}.self_attn.{name}_proj" for name in "qkv")),
-        *(rule for disk, canonical in stacked for rule in merger_rules(disk, canonical)),
+        *(rule for disk, canonical in stacked for rule in patch_merger_tensor_rules(disk, canonical)),
     )
 
 
-def merger_rules(disk: str, canonical: str) -> tuple[TensorRule, ...]:
+def patch_merger_tensor_rules(disk: str, canonical: str) -> tuple[TensorRule, ...]:
     """Return the tensor rules of a patch merger of Qwen3-VL from its prefixes on disk and in canonical names."""
     names = {"norm": "norm", "linear_fc1": "linear_1", "linear_fc2": "linear_2"}
     return tuple(
@@ -157,10 +157,10 @@ QWEN2_5_VL = VisionLanguageFamily(
         KeyEntry("vision_end_token_id", "end_token", 151_653),
         OutHiddenSizeEntry(),
     ),
-    tower=qwen_encoder_rules,
+    tower=qwen_vision_encoder_tensor_rules,
     styles=(
-        TensorNameStyle("visual.", "visual.", "model.", "", ""),
-        TensorNameStyle("model.visual.", "model.visual.", "model.language_model.", "", ""),
+        VisionLanguageTensorNaming("visual.", "visual.", "model.", "", ""),
+        VisionLanguageTensorNaming("model.visual.", "model.visual.", "model.language_model.", "", ""),
     ),
     flat=True,
     projector=(
@@ -201,7 +201,7 @@ QWEN3_VL_MOE_TEXT = ModelFamily(
         AllowedValuesEntry({"norm_topk_prob": (True,)}),
         MoeSectionEntry(
             (
-                *router_entries("num_experts num_local_experts", top_k=4, normalize=True, experts=60),
+                *build_router_config_entries("num_experts num_local_experts", top_k=4, normalize=True, experts=60),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 1408),
             ),
             SparseStepEntry(),
@@ -222,10 +222,10 @@ QWEN3_VL = replace(
     name="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     text=QWEN3_VL_TEXT,
-    styles=(TensorNameStyle("model.visual.", "model.visual.", "model.language_model.", "", ""),),
+    styles=(VisionLanguageTensorNaming("model.visual.", "model.visual.", "model.language_model.", "", ""),),
     flat=False,
     ties_by_outer_key=True,
-    projector=merger_rules("merger", PROJECTOR.removesuffix(".")),
+    projector=patch_merger_tensor_rules("merger", PROJECTOR.removesuffix(".")),
     towers=("qwen3_vl_vision", "qwen3_vl"),
     texts=("qwen3_vl_text",),
 )

@@ -166,7 +166,7 @@ def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[s
     return out
 
 
-def unread_rope_keys(raw: ConfigDict) -> list[str]:
+def find_unused_rope_keys(raw: ConfigDict) -> list[str]:
     """Return the RoPE keys of a config.json that their rope_type does not use.
     They are keys of `rope_scaling` and `rope_parameters`, returned as `rope_scaling.key` or `rope_parameters.key`.
     """

@@ -30,14 +30,14 @@ from mega_ckpt.families.moe_entries import (
     MoeInAllLayersEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
-    per_expert_rules,
-    router_entries,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
 )
 from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
 from mega_ckpt.families.window_entries import QwenWindowEntry, RopeInWindowsEntry, UniformWindowEntry
 
 _MLP, _MIXTRAL = f"{LAYER}.mlp", f"{LAYER}.block_sparse_moe"
-_EXPERTS = per_expert_rules(f"{_MLP}.experts")
+_EXPERTS = build_per_expert_tensor_rules(f"{_MLP}.experts")
 _BIAS = f"{_MLP}.gate.e_score_correction_bias"
 _SIGMOID_WITH_BIAS = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True})
 _NORMALIZED_SIGMOID_WITH_BIAS = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "normalize": True})
@@ -46,7 +46,7 @@ _BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
 _WIDTH = KeyEntry("moe_intermediate_size", "ffn_hidden_size")
 
 
-def sigmoid_router_entries(
+def build_sigmoid_router_config_entries(
     experts: int | None,
     top_k: int | None,
     scaling: float,
@@ -77,7 +77,7 @@ MINIMAX_M2 = ModelFamily(
         RotaryDimEntry(RopeEntry(theta=5_000_000.0, partial=True)),
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=8, normalize=True, experts=256),
+                *build_router_config_entries("num_local_experts num_experts", top_k=8, normalize=True, experts=256),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
                 _SIGMOID_WITH_BIAS,
             ),
@@ -91,7 +91,7 @@ MINIMAX_M2 = ModelFamily(
     rules=(
         TensorRule(f"{_MIXTRAL}.gate.weight", (f"{_MLP}.gate.weight",)),
         TensorRule(f"{_MIXTRAL}.e_score_correction_bias", (_BIAS,)),
-        *per_expert_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
+        *build_per_expert_tensor_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
     ),
 )
 
@@ -106,7 +106,7 @@ GLM4_MOE_LITE = ModelFamily(
         LatentAttentionEntry(),
         _BOTH_BIASES,
         MoeSectionEntry(
-            (*sigmoid_router_entries(64, 4, 1.8, True), SharedExpertsEntry(1)),
+            (*build_sigmoid_router_config_entries(64, 4, 1.8, True), SharedExpertsEntry(1)),
             MlpLayerTypesEntry(1, mtp_entry=_GLM_MTP),
         ),
         _GLM_MTP,
@@ -126,7 +126,9 @@ DOTS1 = ModelFamily(
         RopeEntry(),
         QwenWindowEntry(first=62, switched=False),
         _BOTH_BIASES,
-        MoeSectionEntry((*sigmoid_router_entries(None, None, 1.0, False), SharedExpertsEntry(...)), DenseFirstEntry(0)),
+        MoeSectionEntry(
+            (*build_sigmoid_router_config_entries(None, None, 1.0, False), SharedExpertsEntry(...)), DenseFirstEntry(0)
+        ),
         FixedFieldsEntry({"qk_norm": True, "mlp_bias": False}),
     ),
     rules=(*_EXPERTS, *SHARED_EXPERT_RULES),
@@ -141,7 +143,10 @@ EXAONE_MOE = ModelFamily(
         RopeEntry(),
         RopeInWindowsEntry(every_key="sliding_window_pattern"),
         MoeSectionEntry(
-            (*sigmoid_router_entries(64, 8, 2.5, True, "num_experts"), SharedExpertsEntry(1, "num_shared_experts")),
+            (
+                *build_sigmoid_router_config_entries(64, 8, 2.5, True, "num_experts"),
+                SharedExpertsEntry(1, "num_shared_experts"),
+            ),
             MlpLayerTypesEntry(1, "first_k_dense_replace"),
         ),
         FixedFieldsEntry({"qk_norm": True}),
@@ -167,7 +172,9 @@ SOLAR_OPEN = ModelFamily(
         KeyValueHeadsEntry(kv_default=8, dim_default=128),
         RopeEntry(theta=1_000_000.0),
         KeyEntry("attention_bias", "qkv_bias", False),
-        MoeSectionEntry((*sigmoid_router_entries(128, 8, 1.0, True), SharedExpertsEntry(1)), MoeInAllLayersEntry()),
+        MoeSectionEntry(
+            (*build_sigmoid_router_config_entries(128, 8, 1.0, True), SharedExpertsEntry(1)), MoeInAllLayersEntry()
+        ),
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"qk_norm": False, "attention_out_bias": False, "mlp_bias": False}),
     ),

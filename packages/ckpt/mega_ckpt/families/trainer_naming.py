@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.moe_entries import per_expert_rules
+from mega_ckpt.families.moe_entries import build_per_expert_tensor_rules
 from mega_ckpt.tensor_pieces import TensorShape
 
 _META_HEAD = "output.weight"
@@ -55,7 +55,7 @@ def _litgpt(qkv: str, per_head: str = "") -> tuple[TensorRule, ...]:
         *weight_bias_rules(f"{block}.mlp.fc", f"{LAYER}.mlp.up_proj", unless=f"{LAYER}.mlp.gate_proj"),
         *weight_bias_rules(f"{block}.mlp.proj", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules(f"{block}.mlp.gate", f"{LAYER}.mlp.gate"),
-        *per_expert_rules(f"{block}.mlp.experts", ("fc_1", "fc_2", "proj")),
+        *build_per_expert_tensor_rules(f"{block}.mlp.experts", ("fc_1", "fc_2", "proj")),
         *weight_bias_rules(f"{block}.post_mlp_norm", both),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     )
@@ -84,7 +84,7 @@ def _titan(projections: str, experts: Sequence[str], *, pairs: bool) -> tuple[Te
 
 
 @dataclass(frozen=True)
-class TrainerNaming:
+class ForeignTensorNaming:
     """Tensor names of another trainer (LitGPT or torchtitan) for models of HuggingFace families.
 
     Attributes:
@@ -103,7 +103,7 @@ class TrainerNaming:
             name.endswith(self.marker_suffix) for name in names
         )
 
-    def adapt_family(self, family: ModelFamily, names: Iterable[str]) -> ModelFamily:
+    def apply_tensor_naming(self, family: ModelFamily, names: Iterable[str]) -> ModelFamily:
         """Return `family` with this trainer's tensor names and layouts."""
         head = _META_HEAD if any(name.endswith(_META_HEAD) for name in names) else "lm_head.weight"
         return replace(
@@ -116,20 +116,20 @@ _OLD_EXPERTS = tuple(f"experts.{name}" for name in ("w1", "w3", "w2"))
 _META, _QWEN = frozenset({"llama"}), frozenset({"qwen3", "qwen3_moe"})
 
 TRAINER_NAMINGS = (
-    TrainerNaming("transformer.h.0.attn.qkv.weight", _litgpt("qkv")),
-    TrainerNaming("transformer.h.0.attn.attn.weight", _litgpt("attn", per_head="kv")),
+    ForeignTensorNaming("transformer.h.0.attn.qkv.weight", _litgpt("qkv")),
+    ForeignTensorNaming("transformer.h.0.attn.attn.weight", _litgpt("attn", per_head="kv")),
     *(
-        TrainerNaming(f"layers.0.attention.{projections}wq.weight", _titan(projections, experts, pairs=families is _META), families)
+        ForeignTensorNaming(f"layers.0.attention.{projections}wq.weight", _titan(projections, experts, pairs=families is _META), families)
         for projections, experts in (("qkv_linear.", _EXPERTS), ("", _OLD_EXPERTS))
         for families in (_META, _QWEN)
     ),
 )  # fmt: skip
 
 
-def adapt_to_naming(family: ModelFamily, names: Iterable[str]) -> ModelFamily:
+def adapt_family_to_tensor_naming(family: ModelFamily, names: Iterable[str]) -> ModelFamily:
     """Return `family` with the tensor names of another trainer (LitGPT or torchtitan), if a folder has them.
     The folder's tensor names are `names`. The family is unchanged if they do not follow such a naming.
     """
     names = list(names)
     naming = next((naming for naming in TRAINER_NAMINGS if naming.matches_names(family, names)), None)
-    return naming.adapt_family(family, names) if naming else family
+    return naming.apply_tensor_naming(family, names) if naming else family

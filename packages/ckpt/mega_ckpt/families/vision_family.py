@@ -111,7 +111,7 @@ class VisionLanguageFamily(ModelFamily):
 
     text: ModelFamily | None = None
     tower: Callable[[VisionConfig], Sequence[TensorRule]] = clip_encoder_rules
-    styles: tuple[TensorNameStyle, ...] = field(default_factory=lambda: STYLES)
+    styles: tuple[VisionLanguageTensorNaming, ...] = field(default_factory=lambda: STYLES)
     flat: bool = False
     ties_by_outer_key: bool = False
     projector: tuple[TensorRule, ...] = ()
@@ -237,7 +237,7 @@ class VisionLanguageFamily(ModelFamily):
         The names have the prefixes of the folder that has the tensors `names`.
         """
         names = None if names is None else set(names)
-        style = TensorNameStyle.detect_style(names, self.styles)
+        style = VisionLanguageTensorNaming.detect_style(names, self.styles)
         text_names = None if names is None else {name for name in map(style.to_text_name, names) if name is not None}
         text = self.text_family.disk_tensor_table(text_only_config(model), text_names)
         shapes = {
@@ -265,7 +265,7 @@ class VisionLanguageFamily(ModelFamily):
 
 
 @dataclass(frozen=True)
-class TensorNameStyle:
+class VisionLanguageTensorNaming:
     """Name prefixes of the tensors in a folder of a vision-language model.
     There is one each for the vision encoder, the projector, and the text model's body and head.
 
@@ -280,7 +280,9 @@ class TensorNameStyle:
     marker: str = "e"
 
     @staticmethod
-    def detect_style(names: set[str] | None, styles: Sequence[TensorNameStyle]) -> TensorNameStyle:
+    def detect_style(
+        names: set[str] | None, styles: Sequence[VisionLanguageTensorNaming]
+    ) -> VisionLanguageTensorNaming:
         """Return the style of tensor names that a vision-language folder uses.
         The style is one of `styles`, for a folder with tensors `names`. For a new folder it is the first style, as most
         software reads it.
@@ -303,11 +305,11 @@ class TensorNameStyle:
 
 # As published, as saved by transformers 5, and as named in its modules. The vision encoder's prefix is followed by
 # `embeddings` or `encoder`: the marker "e".
-STYLES: tuple[TensorNameStyle, ...] = (
-    TensorNameStyle("vision_tower.vision_model.", "", "language_model.model.", "language_model."),
-    TensorNameStyle("vision_tower.", "", "language_model.model.", "language_model."),
-    TensorNameStyle("model.vision_tower.vision_model.", "model.", "model.language_model.", ""),
-    TensorNameStyle("model.vision_tower.", "model.", "model.language_model.", ""),
+STYLES: tuple[VisionLanguageTensorNaming, ...] = (
+    VisionLanguageTensorNaming("vision_tower.vision_model.", "", "language_model.model.", "language_model."),
+    VisionLanguageTensorNaming("vision_tower.", "", "language_model.model.", "language_model."),
+    VisionLanguageTensorNaming("model.vision_tower.vision_model.", "model.", "model.language_model.", ""),
+    VisionLanguageTensorNaming("model.vision_tower.", "model.", "model.language_model.", ""),
 )
 
 

@@ -16,7 +16,7 @@ from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.disk_layouts import SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import CARRIED
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
-from mega_ckpt.families.vision_family import STYLES, TensorNameStyle, VisionLanguageFamily, text_only_config
+from mega_ckpt.families.vision_family import STYLES, VisionLanguageFamily, VisionLanguageTensorNaming, text_only_config
 from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -182,7 +182,7 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[TensorNameStyle, ...]:
+def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[VisionLanguageTensorNaming, ...]:
     """Return the styles of tensor names of a model, the one first that transformers writes."""
     renamed = tuple(
         replace(

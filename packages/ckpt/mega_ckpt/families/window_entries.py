@@ -76,13 +76,13 @@ class LayerTypesEntry:
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
         shift = 1 if self.first is None else -self.first
         full = [(layer + shift) % every == 0 if every else not size for layer in layers]
-        return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
+        return build_sliding_window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `layer_types` and `sliding_window`.
         The window has a size even if no layer uses it, since some transformers classes require one.
         """
-        return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
+        return {"sliding_window": model.sliding_window or self.size, "layer_types": get_transformers_layer_types(model)}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class QwenWindowEntry:
         used = not self.switched or raw.get("use_sliding_window")
         size = raw.get("sliding_window", self.size) if used else None
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
-        return window_fields(
+        return build_sliding_window_fields(
             raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers
         )
 
@@ -120,7 +120,7 @@ class QwenWindowEntry:
         They are `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with a window) and
         `layer_types`.
         """
-        kinds = model_layer_types(model)
+        kinds = get_transformers_layer_types(model)
         used = _LOCAL in kinds
         return {
             "use_sliding_window": used,
@@ -186,7 +186,7 @@ class RopeInWindowsEntry:
         if not kinds and not isinstance(every, int):
             raise ConfigMismatchError(f"{self.every_key} = {every!r} is not supported (only a number)")
         kinds = kinds or window_layer_types([(layer + 1) % every == 0 for layer in layers])
-        fields = window_fields(kinds, size, layers)
+        fields = build_sliding_window_fields(kinds, size, layers)
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -197,10 +197,10 @@ class RopeInWindowsEntry:
         full = [layer for layer in layers if model.get_attention_window(layer) is None]
         unrotated = [layer for layer in layers if not model.has_rotary_positions(layer)]
         if self.none_rotates_all and not unrotated and len(full) == len(layers):
-            return {"sliding_window": None, "layer_types": model_layer_types(model)}
+            return {"sliding_window": None, "layer_types": get_transformers_layer_types(model)}
         if unrotated != full:
             raise ConfigMismatchError(f"no_rope_layers must be the layers without a window, {full}, not {unrotated}")
-        return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
+        return {"sliding_window": model.sliding_window or self.size, "layer_types": get_transformers_layer_types(model)}
 
 
 def check_layer_types(raw: ConfigDict, size: int | None) -> None:
@@ -215,7 +215,7 @@ def check_layer_types(raw: ConfigDict, size: int | None) -> None:
         raise ConfigMismatchError(f"layer_types is not supported with layers other than {kind}")
 
 
-def model_layer_types(model: ModelConfig) -> list[str]:
+def get_transformers_layer_types(model: ModelConfig) -> list[str]:
     """Return transformers' `layer_types` for `model`: "full_attention" or "sliding_attention" per layer."""
     return window_layer_types([model.get_attention_window(layer) is None for layer in range(model.num_layers)])
 
@@ -225,7 +225,7 @@ def window_layer_types(full: Sequence[bool]) -> list[str]:
     return [_FULL if each else _LOCAL for each in full]
 
 
-def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
+def build_sliding_window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
     """Return the `ModelConfig` fields of sliding windows for a list of transformers' layer types.
     The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`.
     """

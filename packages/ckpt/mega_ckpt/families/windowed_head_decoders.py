@@ -17,20 +17,25 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
+    exclude_entries_of_fields,
     layer_indices,
     llama_config_entries,
-    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.moe_entries import MlpLayerTypesEntry, MoeSectionEntry, per_expert_rules, router_entries
+from mega_ckpt.families.moe_entries import (
+    MlpLayerTypesEntry,
+    MoeSectionEntry,
+    build_per_expert_tensor_rules,
+    build_router_config_entries,
+)
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
-from mega_ckpt.families.sigmoid_moe_decoders import sigmoid_router_entries
+from mega_ckpt.families.sigmoid_moe_decoders import build_sigmoid_router_config_entries
 from mega_ckpt.families.window_entries import LayerTypesEntry
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
-_EXPERTS = per_expert_rules(f"{LAYER}.mlp.experts")
+_EXPERTS = build_per_expert_tensor_rules(f"{LAYER}.mlp.experts")
 
 
 def _windowed_layers(model: ModelConfig) -> list[bool]:
@@ -141,7 +146,10 @@ MIMO_V2_FLASH = ModelFamily(
         _two_ropes(5_000_000.0, 0.334, 0.334, frozenset({"none"})),
         KeyEntry("attention_bias", "qkv_bias", False),
         MoeSectionEntry(
-            (*without_fields(sigmoid_router_entries(256, 8, 1.0, True), "scaling"), NullIsOneEntry()),
+            (
+                *exclude_entries_of_fields(build_sigmoid_router_config_entries(256, 8, 1.0, True), "scaling"),
+                NullIsOneEntry(),
+            ),
             MlpLayerTypesEntry(1),
         ),
         FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
@@ -201,7 +209,7 @@ class LagunaHeadsEntry:
             raise ConfigMismatchError("full_attention must have the key/value heads and sinks of the other layers")
         return {
             **self.windows.config_from_fields(model), **self.heads.config_from_fields(model),
-            "num_attention_heads": model.full_layer_config.num_attention_heads,
+            "num_attention_heads": model.full_attention_layer_config.num_attention_heads,
             "num_attention_heads_per_layer": [layer.num_attention_heads for layer in layers],
         }  # fmt: skip
 
@@ -246,13 +254,13 @@ LAGUNA = ModelFamily(
     name="laguna",
     architecture="LagunaForCausalLM",
     entries=(
-        *without_fields(llama_config_entries(norm_eps=1e-6), "num_attention_heads"),
+        *exclude_entries_of_fields(llama_config_entries(norm_eps=1e-6), "num_attention_heads"),
         LagunaHeadsEntry(),
         SoftplusGateEntry(),
         _two_ropes(500_000.0, 0.5, 1.0, frozenset({"none", "linear", "llama3", "yarn"})),
         MoeSectionEntry(
             (
-                *router_entries("num_experts", top_k=8, normalize=True, experts=256),
+                *build_router_config_entries("num_experts", top_k=8, normalize=True, experts=256),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
                 KeyEntry("moe_routed_scaling_factor", "scaling", 1.0),

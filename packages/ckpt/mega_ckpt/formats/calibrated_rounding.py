@@ -24,7 +24,7 @@ _BLOCK = 128  # columns whose errors are compensated in the others at once
 
 
 @dataclass(frozen=True)
-class InputMoments:
+class InputSecondMoments:
     """Second moments of the inputs of a linear layer, prepared for rounding its weight.
 
     Attributes:
@@ -38,7 +38,7 @@ class InputMoments:
     importance: Tensor
 
     @classmethod
-    def prepare(cls, moments: Tensor) -> InputMoments:
+    def prepare(cls, moments: Tensor) -> InputSecondMoments:
         """Return the moments [I, I], X X^T over the calibration data, in the form for rounding.
 
         Raises:
@@ -54,7 +54,9 @@ class InputMoments:
         factor = torch.linalg.cholesky(inverse, upper=True)
         return cls(order, factor.float(), (damped.diagonal() / mean).float())
 
-    def compensate(self, rows: Tensor, scales: Tensor, round_trip: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def compensate_rounding_error(
+        self, rows: Tensor, scales: Tensor, round_trip: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Return weights whose nearest codes are GPTQ's, for some rows [R, I] of a weight.
 
         Args:

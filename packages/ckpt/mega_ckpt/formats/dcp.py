@@ -31,7 +31,7 @@ METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
-class StoredBox:
+class StoredTensorSlice:
     """A rectangle of a tensor stored in some file.
     It has the offset and shape within the tensor, and a function that reads it.
     """
@@ -42,14 +42,14 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class DcpSavedTensor:
     """A tensor in a folder of torch.distributed.checkpoint (DCP).
     It has a dtype and global shape, and the rectangles that it is stored as.
     """
 
     dtype: torch.dtype
     shape: TensorShape
-    chunks: Sequence[StoredBox]
+    chunks: Sequence[StoredTensorSlice]
 
     def read(self) -> Tensor:
         """Read the whole tensor from the folder of torch.distributed.checkpoint (DCP).
@@ -74,7 +74,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class ArchiveRange:
+class TorchArchiveRange:
     """Byte range [begin, end) of a file that is a `torch.save` archive of one tensor or object."""
 
     path: Path
@@ -87,7 +87,7 @@ class ArchiveRange:
         return load_torch_archive(self.path, self.begin, self.end)
 
 
-DcpEntries = Mapping[tuple[str, TensorShape | None], ArchiveRange]  # by name, and offset of tensors
+DcpEntries = Mapping[tuple[str, TensorShape | None], TorchArchiveRange]  # by name, and offset of tensors
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class DcpFolder:
     """
 
     keys: Sequence[str]
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, DcpSavedTensor]
     entries: DcpEntries
 
 
@@ -115,7 +115,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     if path.stat().st_size > MAX_PICKLE_BYTES:
         raise CheckpointError(f"{path}: must have at most {MAX_PICKLE_BYTES} bytes, not {path.stat().st_size}")
     metadata = load_untrusted_pickle(path.read_bytes(), str(path))
-    with bad_metadata_as_error(folder):
+    with convert_dcp_metadata_errors(folder):
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
         entries = {
             _storage_key(index): _archive_range(folder, info, sizes) for index, info in metadata.storage_data.items()
@@ -139,7 +139,7 @@ def convert_parse_errors(message: str) -> Iterator[None]:
         raise CheckpointError(f"{message} ({error!r})") from None
 
 
-def bad_metadata_as_error(folder: Path) -> AbstractContextManager[None]:
+def convert_dcp_metadata_errors(folder: Path) -> AbstractContextManager[None]:
     """Context manager that converts exceptions of code that parses DCP's `.metadata` into a CheckpointError.
     The metadata is in `folder`. DCP is torch.distributed.checkpoint.
     """
@@ -148,7 +148,7 @@ def bad_metadata_as_error(folder: Path) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    entry: ArchiveRange
+    entry: TorchArchiveRange
     dtype: torch.dtype
     shape: TensorShape
 
@@ -164,7 +164,7 @@ class _Chunk:
         return value.read()
 
 
-def _saved_tensor(key: str, one: Any, entries: DcpEntries) -> SavedTensor:
+def _saved_tensor(key: str, one: Any, entries: DcpEntries) -> DcpSavedTensor:
     dtype, chunks = _parse_dtype(one), []
     for chunk in one.chunks:
         offset, shape = _parse_sizes(chunk.offsets), _parse_sizes(chunk.sizes)
@@ -174,8 +174,8 @@ def _saved_tensor(key: str, one: Any, entries: DcpEntries) -> SavedTensor:
                 f"{entry.path}: the tensor at byte {entry.begin} conflicts with {METADATA}: {key} {list(shape)} does not fit "
                 f"in {entry.end - entry.begin:,} bytes"
             )
-        chunks.append(StoredBox(offset, shape, _Chunk(entry, dtype, shape).read))
-    return SavedTensor(dtype, _parse_sizes(one.size), chunks)
+        chunks.append(StoredTensorSlice(offset, shape, _Chunk(entry, dtype, shape).read))
+    return DcpSavedTensor(dtype, _parse_sizes(one.size), chunks)
 
 
 def _storage_key(index: Any) -> tuple[str, TensorShape | None]:
@@ -183,7 +183,7 @@ def _storage_key(index: Any) -> tuple[str, TensorShape | None]:
     return str(index.fqn), None if offset is None else _parse_sizes(offset)
 
 
-def _archive_range(folder: Path, info: Any, sizes: Mapping[str, int]) -> ArchiveRange:
+def _archive_range(folder: Path, info: Any, sizes: Mapping[str, int]) -> TorchArchiveRange:
     name, begin, length = info.relative_path, info.offset, info.length
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+\.distcp", name):
         raise CheckpointError(f"{folder / METADATA}: {name!r} must be the plain name of a file in the same folder")
@@ -196,7 +196,7 @@ def _archive_range(folder: Path, info: Any, sizes: Mapping[str, int]) -> Archive
     if begin + length > (size := sizes.get(name, 0)):  # a missing file has size 0
         state = f"{size:,} bytes instead of {begin + length:,}" if name in sizes else "no such file"
         raise CheckpointError(f"{folder / name}: cannot be read ({state})", hint="copy the file again")
-    return ArchiveRange(folder / name, begin, begin + length)
+    return TorchArchiveRange(folder / name, begin, begin + length)
 
 
 def _is_tensor_metadata(one: Any) -> bool:

@@ -47,7 +47,7 @@ def choose_gguf_type(quantize: str, name: str, shape: TensorShape) -> GGMLQuanti
     return Kind.Q5_0 if shape[-1] % (_GROUPS * _GROUP) else Kind.Q4_K
 
 
-def encode_gguf(name: str, tensor: Tensor, kind: GGMLQuantizationType) -> Iterator[np.ndarray[Any, Any]]:
+def encode_tensor_as_gguf(name: str, tensor: Tensor, kind: GGMLQuantizationType) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the bytes of a tensor in a GGUF type, a few rows at a time.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families import family_by_name, is_equivalent_config
+from mega_ckpt.families import find_family_by_name, is_equivalent_config
 from mega_ckpt.families.disk_layouts import DiskTensor, expand_tensor_rules
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.gguf_architectures import (
@@ -68,7 +68,7 @@ def describe_model_as_gguf(model: ModelConfig, kind: str) -> GgufDescription:
     found: dict[str, list[str]] = {}
     for name in _WRITTEN:
         for family in _FAMILIES.get(name, (ARCHITECTURES[name].family,)):
-            problems = family_by_name(family).unsupported_settings(model)
+            problems = find_family_by_name(family).unsupported_settings(model)
             if not problems:
                 description, problems = _describe(name, family, model)
                 if not problems:
@@ -84,7 +84,7 @@ def describe_model_as_gguf(model: ModelConfig, kind: str) -> GgufDescription:
 def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescription, list[str]]:
     """Return the description of a model in an architecture, and what is lost when it is read back."""
     architecture = ARCHITECTURES[name]
-    raw = family_by_name(family).write_config_json(model)
+    raw = find_family_by_name(family).write_config_json(model)
     metadata, extra = _encode_config(name, architecture, raw)
     table = expand_tensor_rules(architecture.tensor_rules(), canonical_tensors(model), model.num_layers)
     description = GgufDescription(name, architecture, metadata, table, extra)
@@ -95,7 +95,7 @@ def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescripti
     )
     try:
         config = gguf_config_json(file, architecture)
-        read = family_by_name(config["model_type"]).read_config_json(config)
+        read = find_family_by_name(config["model_type"]).read_config_json(config)
     except CheckpointError as error:
         return description, [error.message]
     if is_equivalent_config(read, model):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families import family_by_name
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.families.disk_layouts import expand_tensor_rules
 from mega_ckpt.formats.dcp import convert_parse_errors
 from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
@@ -52,7 +52,7 @@ _SPLITS: Mapping[str, str | None] = {
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
-def build_tokenizer_files(file: GgufModel) -> Mapping[str, bytes]:
+def build_tokenizer_files_from_gguf(file: GgufModel) -> Mapping[str, bytes]:
     """Build tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
     The chat template is included. For an unsupported tokenizer, log a warning and return an empty mapping.
 
@@ -193,7 +193,7 @@ class GgufSource(DiskSource):
         architecture = gguf_architecture_of(file)
         with convert_parse_errors(f"{path}: its metadata does not describe a model"):
             raw = gguf_config_json(file, architecture)
-            self.family = family_by_name(raw["model_type"])
+            self.family = find_family_by_name(raw["model_type"])
             model = self.family.read_config_json(raw, str(path))
         self._file, self._raw = file, raw
         expected = canonical_tensors(model)
@@ -218,7 +218,7 @@ class GgufSource(DiskSource):
         return {
             CONFIG: encode_json_mapping(config),
             "generation_config.json": encode_json_mapping(generation),
-            **build_tokenizer_files(self._file),
+            **build_tokenizer_files_from_gguf(self._file),
         }
 
 

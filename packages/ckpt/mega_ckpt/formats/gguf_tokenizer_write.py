@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_ckpt.formats.gguf_file import GgufModel
-from mega_ckpt.formats.gguf_source import SPACE, build_tokenizer_files
+from mega_ckpt.formats.gguf_source import SPACE, build_tokenizer_files_from_gguf
 from mega_common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _gives_same_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> bool:
     """Return whether the tokenizer that is read from the metadata encodes the samples alike."""
     from tokenizers import Tokenizer
 
-    files = build_tokenizer_files(GgufModel(Path("model.gguf"), fields, {}, None))
+    files = build_tokenizer_files_from_gguf(GgufModel(Path("model.gguf"), fields, {}, None))
     read = Tokenizer.from_str(files["tokenizer.json"].decode())
     if fields["tokenizer.ggml.model"] == "gpt2" and not _cuts_alike(tokenizer, read):
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import DiskTensor
-from mega_ckpt.formats.gguf_blocks import choose_gguf_type, encode_gguf
+from mega_ckpt.formats.gguf_blocks import choose_gguf_type, encode_tensor_as_gguf
 from mega_ckpt.formats.gguf_metadata import GgufDescription, describe_model_as_gguf
 from mega_ckpt.formats.gguf_tokenizer_write import build_gguf_tokenizer_metadata
 from mega_ckpt.formats.hf_source import CONFIG
@@ -181,7 +181,7 @@ def _write_file(
         file.write_hashed(header)
         for name, tensor in tensors.items():
             for part in _read_parts(source, plan.description, name):
-                for data in encode_gguf(name, part, tensor.kind):
+                for data in encode_tensor_as_gguf(name, part, tensor.kind):
                     file.write_hashed(np.ascontiguousarray(data).data.cast("B"))
                     advance(data.nbytes)
             file.write_hashed(bytes(-tensor.nbytes % _ALIGNMENT))

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.canonical_tensors import abbreviate_names
-from mega_ckpt.families import ModelFamily, family_for_model, family_of_config, image_processor
+from mega_ckpt.canonical_tensors import abbreviate_name_list
+from mega_ckpt.families import ModelFamily, detect_model_family, find_family_expressing_model, image_processor
 from mega_ckpt.families.disk_layouts import DiskTensor
-from mega_ckpt.families.trainer_naming import adapt_to_naming
+from mega_ckpt.families.trainer_naming import adapt_family_to_tensor_naming
 from mega_ckpt.formats import litgpt
 from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import LATEST, strip_common_prefix
@@ -35,7 +35,7 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import (
     LOW,
     MOMENTS,
-    ConvertedTraining,
+    ConvertedTrainingState,
     OptimizerNotConverted,
     TensorReader,
     make_trainer_state,
@@ -80,7 +80,7 @@ class HfSource(DiskSource):
         self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw, families)
         files = open_weight_files(folder)
         self._read_adam_state, tensors = files.read_adam_state, files.tensors
-        self._naming = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
+        self._naming = adapt_family_to_tensor_naming(self.family, tensors) if files.has_foreign_names else self.family
         headers = files.headers
         if files.has_foreign_names or described.vision is None:
             check_tensor_counts(self._naming, described, len(tensors) + described.mtp_layers, folder)
@@ -113,7 +113,7 @@ class HfSource(DiskSource):
             return found
         return {**found, LAYOUT: encode_hf_headers({name: header.text for name, header in self._headers.items()})}
 
-    def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
+    def read_training_state(self, dtype: torch.dtype) -> ConvertedTrainingState | None:
         """Return the optimizer state that another trainer saved in the HuggingFace folder.
         The state is for a run with weights of type `dtype`. Returns None if only a model was saved.
 
@@ -131,7 +131,7 @@ class HfSource(DiskSource):
         if dtype in LOW:
             tensors["main"] = self
         state = make_trainer_state(self.model, samples=trained.samples or 0, updates=trained.steps)
-        return ConvertedTraining(trained.steps, state, tensors)
+        return ConvertedTrainingState(trained.steps, state, tensors)
 
     def _moment_source(self, saved: Mapping[str, LazyTensor], kind: str) -> DiskSource:
         """Return one of the moments, which have the layout of the weights."""
@@ -141,7 +141,7 @@ class HfSource(DiskSource):
         table = {name: disk for name, disk in self._table.items() if name not in copies}
         missing = table.keys() - moments.keys()
         if missing:
-            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_names(missing)}")
+            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_name_list(missing)}")
         check_tensor_table(
             table, {name: moments[name].shape for name in table}, self.folder, f"{kind} of a {self.family.name}"
         )
@@ -210,15 +210,15 @@ def check_tensor_table(
     if missing:
         others = held.keys() - table.keys()
         hint = (
-            f"the files have the tensor {abbreviate_names(others)}, which a {kind} model with this {config} has not"
+            f"the files have the tensor {abbreviate_name_list(others)}, which a {kind} model with this {config} has not"
             if others
             else None
         )
-        raise CheckpointError(f"{source}: the tensor {abbreviate_names(missing)} is missing", hint=hint)
+        raise CheckpointError(f"{source}: the tensor {abbreviate_name_list(missing)} is missing", hint=hint)
     unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(
-            f"{source}: the tensor {abbreviate_names(unknown)} is not part of a {kind} model with this {config}",
+            f"{source}: the tensor {abbreviate_name_list(unknown)} is not part of a {kind} model with this {config}",
             hint="unknown tensors are never dropped: check that the files and the configuration belong together",
         )
     for name, disk in table.items():
@@ -239,7 +239,7 @@ def load_hf_config(
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.
     """
     raw = read_json_mapping(path) if raw is None else raw
-    family = family_of_config(raw, str(path), families)
+    family = detect_model_family(raw, str(path), families)
     model, unread = family.read_config_json(raw, str(path)), family.unread_keys(raw)
     return family, add_image_settings(model, partial(_read_sibling, path.parent)), unread
 
@@ -253,8 +253,10 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
     """
     if model.vision is None:
         return model
-    vision = image_processor.apply_image_processor(model.vision, image_processor.read_image_processor_settings(read))
-    vision = image_processor.add_module_processor(vision, read)
+    vision = image_processor.update_config_from_image_processor(
+        model.vision, image_processor.read_image_processor_settings(read)
+    )
+    vision = image_processor.add_image_prompt_text_settings(vision, read)
     return model.model_copy(update={"vision": vision})
 
 
@@ -292,7 +294,7 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file() and (folder / litgpt.FILE).is_file():
         model = litgpt.read_litgpt_config(folder / litgpt.FILE)
-        return family_for_model(model).write_config_json(model)
+        return find_family_expressing_model(model).write_config_json(model)
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
         weights = [found.name for pattern in _WEIGHT_PATTERNS for found in folder.glob(pattern)]

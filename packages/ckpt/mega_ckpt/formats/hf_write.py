@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mega_ckpt.families import (
     ModelFamily,
-    family_by_name,
-    family_for_model,
-    family_of_config,
+    detect_model_family,
+    find_family_by_name,
+    find_family_expressing_model,
     image_processor,
     is_equivalent_config,
 )
@@ -38,19 +38,19 @@ from mega_ckpt.formats.hf_source import (
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
 from mega_ckpt.formats.quantized_parts import (
     Calibration,
-    QuantizedPart,
+    QuantizedWeightPart,
     TensorTypes,
     describe_rounding,
-    encode_calibrated,
     find_unquantized_layers,
     list_quantized_parts,
+    quantize_calibrated_weights,
     replace_quantized,
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.formats.weight_quantization import EncodedParts, LinearQuantizer
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_without_journal
-from mega_ckpt.stream_checkpoint import split_blocks
+from mega_ckpt.stream_checkpoint import split_into_contiguous_slices
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import VISION, WeightSource, choose_cast_dtype, find_unsupported_parts, write_file_durably
 from mega_common.errors import CheckpointError
@@ -122,7 +122,7 @@ class OriginalHfFolder:
         `model` have them. `families` come from extensions.
         """
         try:
-            family = family_of_config(self.config_json, added=families)
+            family = detect_model_family(self.config_json, added=families)
             names = [name for header in self.headers.values() for name in header.entries]
             read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
@@ -147,7 +147,7 @@ class HfFolderPlan:
     table: Mapping[str, DiskTensor]
     files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
-    quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedWeightPart] = field(default_factory=dict)
     encoded: Mapping[str, EncodedParts] = field(default_factory=dict)
     quantization: str | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -247,7 +247,7 @@ def _add_rounding(
     encoded: Mapping[str, EncodedParts] = {}
     if calibration is not None:
         read_rows = partial(_iter_rows, source, together=quantizer.rows, elements=_CALIBRATED)
-        encoded = encode_calibrated(quantizer, plan.table, tensors, calibration, read_rows)
+        encoded = quantize_calibrated_weights(quantizer, plan.table, tensors, calibration, read_rows)
     description = describe_rounding(plan.quantized, len(encoded), calibration)
     logger.info("%d weights are quantized: %s", len({part.weight for part in plan.quantized.values()}), description)
     return replace(plan, encoded=encoded, quantization=description)
@@ -265,7 +265,7 @@ def write_hf_folder(
     `once` skips safetensors files that are already complete; all other files are written.
     """
     for name, header in plan.files.items():
-        once(name, header.file_prefix, partial(_write_safetensors, source, plan, header, folder / name, advance))
+        once(name, header.encoded_header, partial(_write_safetensors, source, plan, header, folder / name, advance))
     for name, content in plan.others.items():
         write_file_durably(folder / name, content)
 
@@ -287,14 +287,14 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
             if part.part in encoded:
                 yield encoded[part.part]
                 continue
-            yield from part.iter_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
+            yield from part.encode_row_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
         elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
             yield plan.constants[name] if name in plan.constants else source.read_buffer(name)
 
 
-def tensor_fillers(
+def iterate_tensor_fillers(
     plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
     """Yield each tensor of a planned HuggingFace folder, in file order, with a function that fills it.
@@ -319,7 +319,7 @@ def tensor_fillers(
 def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield a disk tensor in blocks of rows if it is one canonical tensor, else by expert."""
     if disk.layout == PLAIN and len(disk.slabs) == 1:
-        for offset, shape in split_blocks(disk.shape, dtype):
+        for offset, shape in split_into_contiguous_slices(disk.shape, dtype):
             yield source.read_tensor_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
     for portion in disk.split_portions():
@@ -353,7 +353,7 @@ def _choose_family(
 ) -> ModelFamily:
     """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = family_by_name(family, added=families)
+        chosen = find_family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
             raise CheckpointError(
@@ -363,7 +363,7 @@ def _choose_family(
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
-    return family_for_model(model, families)
+    return find_family_expressing_model(model, families)
 
 
 def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:
@@ -427,7 +427,7 @@ def _image_files(origin: OriginalHfFolder, model: ModelConfig) -> dict[str, byte
     if model.vision is None:
         return {}
     settings = image_processor.read_image_processor_settings(origin.read_other_json)
-    if settings and image_processor.apply_image_processor(model.vision, settings) == model.vision:
+    if settings and image_processor.update_config_from_image_processor(model.vision, settings) == model.vision:
         return {}
     files = {image_processor.FILE: image_processor.build_preprocessor_config(model.vision)}
     processor = origin.read_other_json(image_processor.PROCESSOR_FILE)

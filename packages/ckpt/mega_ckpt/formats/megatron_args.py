@@ -3,7 +3,7 @@
 Names and defaults are those of Megatron-LM's arguments. Arguments without an entry do not affect what the weights
 compute; a value that `ModelConfig` cannot express is an error.
 
-BERT and T5 are distinguished from GPT by tensor names (`infer_args_from_names`). Hybrids of `MambaModel` and
+BERT and T5 are distinguished from GPT by tensor names (`infer_megatron_args_from_names`). Hybrids of `MambaModel` and
 `HybridModel` have half a transformer layer per layer.
 """
 

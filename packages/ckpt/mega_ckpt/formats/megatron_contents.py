@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.canonical_tensors import abbreviate_names
-from mega_ckpt.formats.dcp import StoredBox
+from mega_ckpt.canonical_tensors import abbreviate_name_list
+from mega_ckpt.formats.dcp import StoredTensorSlice
 from mega_ckpt.formats.megatron_names import MegatronTensorMapping
 from mega_ckpt.formats.torch_archive import StoredTensor
 from mega_ckpt.manifest import is_exact_tiling
@@ -33,7 +33,7 @@ from mega_ckpt.tensor_pieces import (
     copy_overlap,
     crop_tensor,
 )
-from mega_ckpt.weight_source import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
+from mega_ckpt.weight_source import LOW, MOMENTS, ConvertedTrainingState, OptimizerNotConverted, make_trainer_state
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -44,7 +44,7 @@ class MegatronTensor:
 
     dtype: torch.dtype
     shape: TensorShape
-    stored_boxes: list[StoredBox] = field(default_factory=list)
+    stored_boxes: list[StoredTensorSlice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def _locate_tensors(
     missing = {part.name for part in parts} - tensors.keys()
     if missing:
         raise CheckpointError(
-            f"{folder}: the tensor {abbreviate_names(missing)}, which its settings (args) require, is missing"
+            f"{folder}: the tensor {abbreviate_name_list(missing)}, which its settings (args) require, is missing"
         )
     unknown = tensors.keys() - {part.name for part in parts}
     if unknown:
         raise CheckpointError(
-            f"{folder}: the tensor {abbreviate_names(unknown)} is not part of a model with its settings (args)",
+            f"{folder}: the tensor {abbreviate_name_list(unknown)} is not part of a model with its settings (args)",
             hint="unknown tensors are never dropped: correct the settings with --config model.yaml",
         )
     out = defaultdict(list)
@@ -176,13 +176,13 @@ def _translate(offset: TensorShape, to: TensorShape, origin: TensorShape) -> Ten
 _MAIN = ("fp32_param", "param")
 
 
-def read_optimizer_state(
+def read_megatron_optimizer_state(
     contents: MegatronContents,
     parts: Sequence[MegatronTensorMapping],
     folder: Path,
     model: ModelConfig,
     dtype: torch.dtype,
-) -> ConvertedTraining:
+) -> ConvertedTrainingState:
     """Return the optimizer state in the contents of a Megatron checkpoint.
     The state is for weights of type `dtype`; `parts` are the model's tensors in Megatron.
 
@@ -200,7 +200,7 @@ def read_optimizer_state(
         kinds["main"] = main or {}
     for kind, held in kinds.items():
         if missing := {part.name for part in trained} - held.keys():
-            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_names(missing)}")
+            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_name_list(missing)}")
     objects = _read_objects(contents)
     counts = (contents.args.get("consumed_train_samples"), contents.scheduled_samples)
     samples = [count for count in counts if isinstance(count, int)]
@@ -210,7 +210,7 @@ def read_optimizer_state(
     scale, growth = _find_numbers(objects, "scale"), _find_numbers(objects, "growth_tracker")
     loss_scale = [scale.pop(), int(growth.pop())] if dtype == torch.float16 and scale and growth else None
     state = make_trainer_state(model, samples=samples[0], updates=int(updates.pop()), loss_scale=loss_scale)
-    return ConvertedTraining(
+    return ConvertedTrainingState(
         contents.iteration, state, {kind: MegatronTensorReader(trained, held, folder) for kind, held in kinds.items()}
     )
 

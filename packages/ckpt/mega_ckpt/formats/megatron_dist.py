@@ -26,9 +26,14 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats import dcp
-from mega_ckpt.formats.dcp import DcpEntries, SavedTensor, StoredBox
+from mega_ckpt.formats.dcp import DcpEntries, DcpSavedTensor, StoredTensorSlice
 from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizerState, MegatronTensor
-from mega_ckpt.formats.megatron_names import STACKS, infer_args_from_names, normalize_tensor_name, split_layer_prefix
+from mega_ckpt.formats.megatron_names import (
+    STACKS,
+    infer_megatron_args_from_names,
+    normalize_megatron_tensor_name,
+    split_layer_prefix,
+)
 from mega_ckpt.formats.torch_archive import load_torch_archive, namespace_attributes
 from mega_ckpt.tensor_pieces import TensorShape, split_flat_range
 from mega_common.errors import CheckpointError
@@ -37,7 +42,7 @@ _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 _EXPERT = re.compile(r"(.*mlp\.experts\.experts\.)(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
-def join_local_shards(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+def join_local_shards(tensors: Mapping[str, DcpSavedTensor]) -> dict[str, DcpSavedTensor]:
     """Return the tensors of a Megatron `torch_dist` checkpoint with separately saved parts joined.
     The parts are halves of gated MLPs and single experts (`singleton_local_shards`). Other tensors are unchanged.
 
@@ -47,8 +52,8 @@ def join_local_shards(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTens
     return _join_experts(_join_halves(tensors))
 
 
-def _join_halves(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    out: dict[str, SavedTensor] = {}
+def _join_halves(tensors: Mapping[str, DcpSavedTensor]) -> dict[str, DcpSavedTensor]:
+    out: dict[str, DcpSavedTensor] = {}
     for key, one in tensors.items():
         if (found := _HALF.fullmatch(key)) is None:
             out[key] = one
@@ -58,13 +63,13 @@ def _join_halves(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
             raise CheckpointError(f"{key}: its other half (_w, _v) is missing or has another shape or dtype")
         rows = gate.shape[0]
         moved = [replace(chunk, offset=(chunk.offset[0] + rows, *chunk.offset[1:])) for chunk in up.chunks]
-        out[found[1]] = SavedTensor(gate.dtype, (2 * rows, *gate.shape[1:]), [*gate.chunks, *moved])
+        out[found[1]] = DcpSavedTensor(gate.dtype, (2 * rows, *gate.shape[1:]), [*gate.chunks, *moved])
     return out
 
 
-def _join_experts(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    out: dict[str, SavedTensor] = {}
-    experts: defaultdict[str, dict[int, SavedTensor]] = defaultdict(dict)
+def _join_experts(tensors: Mapping[str, DcpSavedTensor]) -> dict[str, DcpSavedTensor]:
+    out: dict[str, DcpSavedTensor] = {}
+    experts: defaultdict[str, dict[int, DcpSavedTensor]] = defaultdict(dict)
     for key, one in tensors.items():
         if found := _EXPERT.fullmatch(key):
             experts[found[1] + found[3]][int(found[2])] = one
@@ -77,13 +82,13 @@ def _join_experts(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
         ):
             raise CheckpointError(f"{key}: an expert is missing or has another shape or dtype than the others")
         chunks = [_expert_box(chunk, index) for index, one in held.items() for chunk in one.chunks]
-        out[key] = SavedTensor(first.dtype, (len(held), *first.shape), chunks)
+        out[key] = DcpSavedTensor(first.dtype, (len(held), *first.shape), chunks)
     return out
 
 
-def _expert_box(chunk: StoredBox, index: int) -> StoredBox:
+def _expert_box(chunk: StoredTensorSlice, index: int) -> StoredTensorSlice:
     read: Callable[[], Tensor] = chunk.read
-    return StoredBox((index, *chunk.offset), (1, *chunk.shape), lambda: read().unsqueeze(0))
+    return StoredTensorSlice((index, *chunk.offset), (1, *chunk.shape), lambda: read().unsqueeze(0))
 
 
 COMMON, FORMAT = "common.pt", "metadata.json"
@@ -112,7 +117,7 @@ def open_megatron_dist_checkpoint(folder: Path) -> MegatronContents:
     """
     saved = dcp.read_dcp_folder(folder)
     held: dict[str, MegatronTensor] = {}
-    with dcp.bad_metadata_as_error(folder):
+    with dcp.convert_dcp_metadata_errors(folder):
         tensors = join_local_shards({_strip_nemo_prefix(key): one for key, one in saved.tensors.items()})
         for key, one in tensors.items():
             if not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
@@ -123,7 +128,7 @@ def open_megatron_dist_checkpoint(folder: Path) -> MegatronContents:
     by_rank = {name[1] for key in saved.keys if (name := _BUCKET_STATE.match(key))}.difference(_OBJECTS)
     return MegatronContents(
         "torch_dist",
-        namespace_attributes(common.get("args")) | infer_args_from_names(held),
+        namespace_attributes(common.get("args")) | infer_megatron_args_from_names(held),
         _integer_of(common, "iteration"),
         len(held),
         lambda _: held,
@@ -143,7 +148,7 @@ def _integer_of(mapping: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _optimizer_tensors(tensors: Mapping[str, SavedTensor]) -> dict[str, dict[str, MegatronTensor]]:
+def _optimizer_tensors(tensors: Mapping[str, DcpSavedTensor]) -> dict[str, dict[str, MegatronTensor]]:
     """Return the optimizer's tensors by kind."""
     out: dict[str, dict[str, MegatronTensor]] = defaultdict(dict)
     for key, one in tensors.items():
@@ -158,7 +163,7 @@ def _optimizer_tensors(tensors: Mapping[str, SavedTensor]) -> dict[str, dict[str
     return out
 
 
-def _unflatten_chunk(chunk: StoredBox, grid: TensorShape, shape: TensorShape) -> Iterator[StoredBox]:
+def _unflatten_chunk(chunk: StoredTensorSlice, grid: TensorShape, shape: TensorShape) -> Iterator[StoredTensorSlice]:
     """Yield the rectangles of a chunk of a tensor that is stored as a grid of flattened cells [*grid, elements].
 
     Older versions store it so with `fully_sharded_model_space`; a cell is the part of one model-parallel rank.
@@ -171,7 +176,7 @@ def _unflatten_chunk(chunk: StoredBox, grid: TensorShape, shape: TensorShape) ->
 
     for low, extent, first in split_flat_range(size, start, start + chunk.shape[-1]):
         offset = tuple(at * n + o for at, n, o in zip(cell, size, low, strict=True))
-        yield StoredBox(offset, extent, reader(first - start, extent))
+        yield StoredTensorSlice(offset, extent, reader(first - start, extent))
 
 
 def _optimizer_objects(common: Mapping[str, Any], entries: DcpEntries) -> list[Any]:
@@ -192,7 +197,11 @@ def _read_common_state(folder: Path, entries: DcpEntries) -> Mapping[str, Any]:
 
 
 def _add_layers(
-    held: dict[str, MegatronTensor], key: str, shape: TensorShape, dtype: torch.dtype, chunks: Sequence[StoredBox]
+    held: dict[str, MegatronTensor],
+    key: str,
+    shape: TensorShape,
+    dtype: torch.dtype,
+    chunks: Sequence[StoredTensorSlice],
 ) -> None:
     """Add a tensor, split into layers, under the names of the single layers."""
     head, tail = split_layer_prefix(key)
@@ -204,21 +213,23 @@ def _add_layers(
     if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for chunk in chunks), default=0):
         raise CheckpointError(f"the shards of {key} are incomplete: it has {shape[0]} layers")
     for layer in range(shape[0]) if stacked else (None,):
-        name = normalize_tensor_name(key if layer is None else f"{head}{layer}.{tail}")
+        name = normalize_megatron_tensor_name(key if layer is None else f"{head}{layer}.{tail}")
         held[name] = MegatronTensor(dtype, shape if layer is None else shape[1:])
     for chunk in chunks:
         if not stacked:
-            held[normalize_tensor_name(key)].stored_boxes.append(chunk)
+            held[normalize_megatron_tensor_name(key)].stored_boxes.append(chunk)
             continue
         for row in range(chunk.shape[0]):
-            name = normalize_tensor_name(f"{head}{chunk.offset[0] + row}.{tail}")
-            held[name].stored_boxes.append(StoredBox(chunk.offset[1:], chunk.shape[1:], _row_reader(chunk, row)))
+            name = normalize_megatron_tensor_name(f"{head}{chunk.offset[0] + row}.{tail}")
+            held[name].stored_boxes.append(
+                StoredTensorSlice(chunk.offset[1:], chunk.shape[1:], _row_reader(chunk, row))
+            )
 
 
-def _drop_conv_axis(chunk: StoredBox) -> StoredBox:
+def _drop_conv_axis(chunk: StoredTensorSlice) -> StoredTensorSlice:
     (first, _, last), (rows, _, taps) = chunk.offset, chunk.shape
-    return StoredBox((first, last), (rows, taps), lambda: chunk.read().squeeze(1))
+    return StoredTensorSlice((first, last), (rows, taps), lambda: chunk.read().squeeze(1))
 
 
-def _row_reader(chunk: StoredBox, row: int) -> Callable[[], Tensor]:
+def _row_reader(chunk: StoredTensorSlice, row: int) -> Callable[[], Tensor]:
     return lambda: chunk.read()[row]

@@ -31,12 +31,12 @@ from mega_ckpt.formats.megatron_names import (
     HEAD_STATES,
     STACKS,
     MegatronTensorMapping,
-    count_stack_layers,
+    count_encoder_or_decoder_layers,
     is_hybrid_model,
     is_projection_weight,
     split_layer_prefix,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable_file
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
 from mega_ckpt.shard_files import UnwrittenTensorChunk, group_chunks_by_file, tensor_bytes
@@ -49,7 +49,7 @@ BYTES_PER_FILE = 4 << 30
 ALIGNMENT = 64  # of storages in an archive
 
 
-def write_dist_checkpoint(
+def write_megatron_dist_checkpoint(
     writing: MegatronWriteInput, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
     """Write a Megatron checkpoint of the format `torch_dist` into an existing folder.
@@ -58,7 +58,7 @@ def write_dist_checkpoint(
     slabs = [
         slab
         for part in writing.parts
-        for slab in split_tensor_for_checkpoint(part.name, writing.part_dtype(part), part.shape)
+        for slab in split_tensor_for_checkpoint(part.name, writing.get_stored_dtype(part), part.shape)
     ]
     chunks: defaultdict[str, list[tuple[UnwrittenTensorChunk, _StorageInfo]]] = defaultdict(list)
     files = list(group_chunks_by_file(slabs, BYTES_PER_FILE))
@@ -68,9 +68,9 @@ def write_dist_checkpoint(
         for slab, (begin, end) in zip(group, done.places, strict=True):
             chunks[slab.key].append((slab, _StorageInfo(name, begin, end - begin)))
     empty = _write_empty_object(folder / f"__0_{len(files)}.distcp")
-    with open_durable(folder / METADATA) as stream:
+    with open_durable_file(folder / METADATA) as stream:
         pickle.dump(_build_metadata(writing, chunks, empty), stream)
-    with open_durable(folder / COMMON) as stream:
+    with open_durable_file(folder / COMMON) as stream:
         torch.save({"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0}, stream)
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     write_file_durably(
@@ -83,7 +83,7 @@ def _write_file(
 ) -> FinishedFile:
     """Write one archive after another."""
     parts, places = {part.name: part for part in writing.parts}, []
-    with open_durable(path) as stream:
+    with open_durable_file(path) as stream:
         for slab in slabs:
             part = parts[slab.key]
             extent = _LayerStack.from_part(part, writing.model).chunk_shape(slab.shape)
@@ -108,7 +108,7 @@ def _append_tensor(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, 
 
 
 def _write_empty_object(path: Path) -> _StorageInfo:
-    with open_durable(path) as stream:
+    with open_durable_file(path) as stream:
         torch.save([None], stream)
         return _StorageInfo(path.name, 0, stream.tell())
 
@@ -128,7 +128,7 @@ class _LayerStack:
         alike = len(set(model.layer_kinds[: model.num_layers])) == 1 and not is_hybrid_model(model)
         stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
         layer = int(head.split(".")[2]) if stack else None
-        return cls(layer, count_stack_layers(model, stack), part.taps, stack)
+        return cls(layer, count_encoder_or_decoder_layers(model, stack), part.taps, stack)
 
     def tensor_keys(self, part: MegatronTensorMapping, *, latent: bool) -> list[str]:
         """Return the names of a tensor: all of them if its name depends on the kind of layer."""
@@ -175,7 +175,7 @@ def _build_metadata(
     for part in writing.parts:
         stack = _LayerStack.from_part(part, writing.model)
         for key in stack.tensor_keys(part, latent=writing.model.mla is not None):
-            kind, shape = writing.part_dtype(part), torch.Size(stack.stacked_shape(part.shape))
+            kind, shape = writing.get_stored_dtype(part), torch.Size(stack.stacked_shape(part.shape))
             new_entry = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
             entry = metadata.state_dict_metadata.setdefault(key, new_entry)
             assert isinstance(entry, TensorStorageMetadata)

@@ -38,7 +38,7 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
         """
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
-        found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
+        found = {"ffn_hidden_size": get_megatron_ffn_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
         }
 
 
-def feed_forward_size(raw: ConfigDict) -> int | None:
+def get_megatron_ffn_size(raw: ConfigDict) -> int | None:
     """Return the feed-forward width of Megatron's arguments, None if they have neither it nor the hidden size.
     The default is 4 times the hidden size, for SwiGLU two thirds of that in multiples of 64.
     """
@@ -221,7 +221,7 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
             "moe": {
                 "num_experts": raw["num_experts"],
                 "top_k": top,
-                "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or feed_forward_size(raw),
+                "ffn_hidden_size": raw.get("moe_ffn_hidden_size") or get_megatron_ffn_size(raw),
                 "layers": _moe_layers(raw),
                 "latent_size": raw.get("moe_latent_size") or None,
                 "shared_ffn_hidden_size": shared,

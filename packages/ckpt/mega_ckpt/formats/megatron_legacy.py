@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_ckpt.formats.dcp import StoredBox
+from mega_ckpt.formats.dcp import StoredTensorSlice
 from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizerState, MegatronTensor
 from mega_ckpt.formats.megatron_names import (
     EMBEDDING,
     EXPERTS,
     HEAD,
     MegatronTensorMapping,
-    infer_args_from_names,
-    normalize_tensor_name,
+    infer_megatron_args_from_names,
+    normalize_megatron_tensor_name,
     split_layer_prefix,
 )
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive, namespace_attributes
@@ -96,7 +96,7 @@ def open_megatron_legacy_checkpoint(folder: Path) -> MegatronContents:
     if missing or not ranks:
         tp, pp, ep = missing or (0, 0, 0)
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
-    args = args | infer_args_from_names(name for rank in ranks for chunk in rank.chunks for name in chunk)
+    args = args | infer_megatron_args_from_names(name for rank in ranks for chunk in rank.chunks for name in chunk)
     if args.get("is_encoder_decoder") and sizes[1] > 1:
         raise CheckpointError(
             f"{folder}: a T5 with pipeline parallelism is not supported in the format torch",
@@ -148,7 +148,7 @@ def _assemble_tensors(
         fused[one.inside].append(one)
     for rank, chunk, before in _iter_with_offset(ranks):
         for name, stored in chunk.items():
-            if normalize_tensor_name(name) != name and normalize_tensor_name(name) in chunk:
+            if normalize_megatron_tensor_name(name) != name and normalize_megatron_tensor_name(name) in chunk:
                 continue  # the same tensor under two names
             if (name == HEAD and name not in by_name) or (name == EMBEDDING and rank.pp):
                 continue  # the last stage's copy of the embedding
@@ -212,7 +212,7 @@ def _locate_in_part(
         full = f"{head}{EXPERTS}linear_fc{found[1]}.weight"
         experts = parts[full].shape[0] // ep if full in parts else 1
         return full, _split_grouped_experts(stored, experts, first=found[1] == "1")
-    return normalize_tensor_name(name), _LocalTensor(stored.shape, stored, lambda tensor: tensor)
+    return normalize_megatron_tensor_name(name), _LocalTensor(stored.shape, stored, lambda tensor: tensor)
 
 
 def _split_grouped_experts(stored: StoredTensor, experts: int, *, first: bool) -> _LocalTensor:
@@ -242,13 +242,17 @@ def _add_local_tensor(
         shape[split] *= tp
     target = held.setdefault(part.name, MegatronTensor(local.source.dtype, tuple(shape)))
     if split is None:
-        target.stored_boxes.append(StoredBox(tuple(offset), local.shape, lambda: local.change(local.source.read())))
+        target.stored_boxes.append(
+            StoredTensorSlice(tuple(offset), local.shape, lambda: local.change(local.source.read()))
+        )
         return
     width = local.shape[split] // part.halves
     extent = (*local.shape[:split], width, *local.shape[split + 1 :])
     for half in range(part.halves):
         half_offset = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
-        target.stored_boxes.append(StoredBox(half_offset, extent, _half_reader(local, split, half * width, width)))
+        target.stored_boxes.append(
+            StoredTensorSlice(half_offset, extent, _half_reader(local, split, half * width, width))
+        )
 
 
 def _half_reader(local: _LocalTensor, axis: int, start: int, width: int) -> Callable[[], Tensor]:

@@ -28,11 +28,11 @@ from mega_ckpt.formats.megatron_names import (
     is_projection_weight,
     split_layer_prefix,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable_file
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
 from mega_ckpt.shard_files import tensor_bytes
-from mega_ckpt.stream_checkpoint import split_blocks
+from mega_ckpt.stream_checkpoint import split_into_contiguous_slices
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.atomic_files import add_path_to_errors
 
@@ -51,7 +51,7 @@ class _RankTensor:
     copy: bool
 
 
-def write_legacy_checkpoint(
+def write_megatron_legacy_checkpoint(
     writing: MegatronWriteInput, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
     """Write a Megatron checkpoint of the legacy format `torch` into an existing folder.
@@ -70,23 +70,23 @@ def _write_rank(
 ) -> FinishedFile:
     model: dict[str, Any] = {}
     for one in tensors:
-        model[one.name] = torch.empty(one.shape, dtype=writing.part_dtype(one.part))
+        model[one.name] = torch.empty(one.shape, dtype=writing.get_stored_dtype(one.part))
         if is_projection_weight(one.name):
             model[one.name.removesuffix("weight") + "_extra_state"] = None
     if last:
         model |= dict.fromkeys(HEAD_STATES if writing.model.encoder else HEAD_STATES[:1])
     state = {"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0, "model": model}
-    with torch.serialization.skip_data(), open_durable(path) as stream:
+    with torch.serialization.skip_data(), open_durable_file(path) as stream:
         torch.save(state, stream)
     stored = load_torch_archive(path)["model"]
     with add_path_to_errors(path), open(path, "r+b") as stream:
         for one in tensors:
             stream.seek(stored[one.name].begin)
             for part, offset, shape in one.boxes:
-                for start, extent in split_blocks(shape, writing.part_dtype(part)):
+                for start, extent in split_into_contiguous_slices(shape, writing.get_stored_dtype(part)):
                     at = tuple(o + s for o, s in zip(offset, start, strict=True))
                     stream.write(tensor_bytes(writing.read_block(part, at, extent)))
-                    advance(0 if one.copy else math.prod(extent) * writing.part_dtype(one.part).itemsize)
+                    advance(0 if one.copy else math.prod(extent) * writing.get_stored_dtype(one.part).itemsize)
         stream.flush()
         os.fsync(stream.fileno())
     return FinishedFile(file=hash_file(path))

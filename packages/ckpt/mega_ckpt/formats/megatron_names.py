@@ -84,7 +84,7 @@ def list_megatron_tensor_mappings(model: ModelConfig, padded_vocab: int | None =
     if model.position == "learned":
         out.append(_plain_part("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
     for index in range(model.num_layers):
-        out += _layer_parts(model, index, shapes, layer_prefix(model, index))
+        out += _layer_parts(model, index, shapes, get_megatron_layer_prefix(model, index))
     last = "final_norm" if is_hybrid_model(model) else "final_layernorm"
     for kind in ("weight", "bias"):
         for source, stack in (
@@ -294,7 +294,7 @@ def _grouped_part(
     return MegatronTensorMapping(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
 
 
-def layer_prefix(model: ModelConfig, index: int) -> str:
+def get_megatron_layer_prefix(model: ModelConfig, index: int) -> str:
     """Return Megatron's name prefix of the tensors of a layer.
     The prefix of layer `index` is `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted within encoder or
     decoder.
@@ -304,14 +304,14 @@ def layer_prefix(model: ModelConfig, index: int) -> str:
     return f"{STACKS[not encodes]}{index if encodes else index - first}."
 
 
-def count_stack_layers(model: ModelConfig, stack: str) -> int:
+def count_encoder_or_decoder_layers(model: ModelConfig, stack: str) -> int:
     """Return the number of layers of `stack`, which is "encoder" or "decoder"."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
 
 
-def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
+def infer_megatron_args_from_names(names: Iterable[str]) -> dict[str, Any]:
     """Return the Megatron arguments that a checkpoint's tensor names imply.
     They are for checkpoints that lack arguments: of a BERT, or of a T5 with its numbers of layers.
     """
@@ -325,7 +325,7 @@ def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
     return {"is_encoder_decoder": True, "encoder_num_layers": encoder, "decoder_num_layers": decoder}
 
 
-def normalize_tensor_name(name: str) -> str:
+def normalize_megatron_tensor_name(name: str) -> str:
     """Return the name that `list_megatron_tensor_mappings` uses for a tensor of a Megatron checkpoint.
     The tensor's name may be from any version of Megatron and kind of layer.
     """

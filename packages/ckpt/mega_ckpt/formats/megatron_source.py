@@ -21,10 +21,10 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats import megatron_dist, megatron_legacy
 from mega_ckpt.formats.megatron_args import read_megatron_args
-from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader, read_optimizer_state
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader, read_megatron_optimizer_state
 from mega_ckpt.formats.megatron_names import list_megatron_tensor_mappings
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_ckpt.weight_source import ConvertedTraining
+from mega_ckpt.weight_source import ConvertedTrainingState
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
@@ -95,7 +95,7 @@ def is_megatron_folder(folder: Path) -> bool:
     )
 
 
-def iteration_folder(folder: Path) -> Path:
+def find_megatron_iteration_folder(folder: Path) -> Path:
     """Return the folder of one iteration of a Megatron checkpoint.
     It is `folder` itself, the one that its tracker file names, or NeMo's weights folder.
 
@@ -137,7 +137,7 @@ def open_megatron_checkpoint(folder: Path) -> MegatronContents:
     Raises:
         CheckpointError: when it is damaged or has neither format.
     """
-    folder = iteration_folder(folder)
+    folder = find_megatron_iteration_folder(folder)
     if (folder / ".metadata").exists():
         return megatron_dist.open_megatron_dist_checkpoint(folder)
     if any(folder.glob("mp_rank_*")):
@@ -162,7 +162,7 @@ class MegatronSource:
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.contents = open_megatron_checkpoint(folder)
-        args = self.contents.args or read_nemo_or_bridge_args(iteration_folder(folder))
+        args = self.contents.args or read_nemo_or_bridge_args(find_megatron_iteration_folder(folder))
         self.model: ModelConfig = read_megatron_args(args, folder, settings)
         if not args.get("vocab_size") and "vocab_size" not in (settings or {}):
             rows = self.model.vocab_size
@@ -197,14 +197,14 @@ class MegatronSource:
         """
         return self._weights.read_tensor_slice(name, offset, shape)
 
-    def read_training_state(self) -> ConvertedTraining:
+    def read_training_state(self) -> ConvertedTrainingState:
         """Return the optimizer and trainer state in the Megatron checkpoint, to resume from.
         Raises OptimizerNotConverted, with the reason, if it cannot be converted.
 
         Raises:
             OptimizerNotConverted: with the reason, if the state cannot be converted.
         """
-        return read_optimizer_state(
+        return read_megatron_optimizer_state(
             self.contents, self._parts, self.folder, self.model, self.tensor_dtype(self.tensor_names()[0])
         )
 

@@ -56,9 +56,9 @@ class MegatronWriteInput:
     @property
     def total_bytes(self) -> int:
         """Total size in bytes of the tensors to write."""
-        return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
+        return sum(self.get_stored_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
-    def part_dtype(self, part: MegatronTensorMapping) -> torch.dtype:
+    def get_stored_dtype(self, part: MegatronTensorMapping) -> torch.dtype:
         """Return the dtype that a Megatron tensor is written in."""
         return choose_cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
@@ -67,9 +67,9 @@ class MegatronWriteInput:
         Padding rows of the vocabulary are zeros.
         """
         out = (
-            torch.zeros(shape, dtype=self.part_dtype(part))
+            torch.zeros(shape, dtype=self.get_stored_dtype(part))
             if part.has_vocabulary_rows
-            else torch.empty(shape, dtype=self.part_dtype(part))
+            else torch.empty(shape, dtype=self.get_stored_dtype(part))
         )
         for piece in part.pieces:
             shared = compute_slice_overlap(offset, shape, piece.local_start, piece.shape)
@@ -106,7 +106,7 @@ def write_release_folder(
 
 
 @contextlib.contextmanager
-def open_durable(path: Path) -> Iterator[IO[bytes]]:
+def open_durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Context manager that yields a new binary file to write, which is flushed to disk on exit.
     An existing file is an error.
     """
@@ -116,7 +116,7 @@ def open_durable(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(stream.fileno())
 
 
-def check_parallel_sizes(
+def check_megatron_parallel_sizes(
     model: ModelConfig, parts: Sequence[MegatronTensorMapping], tp: int, pp: int, *, ranks: bool, local: bool
 ) -> None:
     """Reject tensor and pipeline parallel sizes with which Megatron cannot load the model.

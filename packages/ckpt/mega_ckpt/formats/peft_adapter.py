@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mega_ckpt.canonical_tensors import EMBEDDING, abbreviate_names
-from mega_ckpt.families import ModelFamily, family_for_model, family_of_config
+from mega_ckpt.canonical_tensors import EMBEDDING, abbreviate_name_list
+from mega_ckpt.families import ModelFamily, detect_model_family, find_family_expressing_model
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.hf_source import find_additional_templates
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping, read_json_mapping
@@ -38,7 +38,7 @@ from mega_ckpt.formats.peft_tensor_changes import (
     check_lora_factors,
     check_peft_options,
     open_adapter_weights,
-    take_tensor_changes,
+    take_peft_tensor_changes,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.lora_adapter import ADAPTER_TOKENIZER_FILES, SavedAdapter, check_adapter_modules, compute_row_norms
@@ -171,7 +171,7 @@ def _check_saved_modules(
     complete = {name for name in family.disk_tensor_table(model) if name.rpartition(".")[0] in modules}
     if parts := (complete - names) | {name for name in names if name.rpartition(".")[0] in ranks}:
         raise CheckpointError(
-            f"PEFT requires that modules are saved whole, but only a part of {abbreviate_names(parts)} was trained",
+            f"PEFT requires that modules are saved whole, but only a part of {abbreviate_name_list(parts)} was trained",
             hint=merge,
         )
 
@@ -207,7 +207,7 @@ def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
         a, b = (file.read(left.pop(key + suffix)) for suffix in (A, B))
         tensors |= {canonical + A: _unstack_experts(a, experts), canonical + B: _deinterleave_experts(b, experts)}
         names[canonical] = canonical
-    changed = take_tensor_changes(config, left, file.shapes, file.read, base, family, str(folder / WEIGHTS))
+    changed = take_peft_tensor_changes(config, left, file.shapes, file.read, base, family, str(folder / WEIGHTS))
     _reject_unused(left, folder, family)
     lora = _lora_config(config, {part: tensors[part + A].shape[-2] for part in names}, names, [*changed.tensor_shapes])
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -257,8 +257,8 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
     parts = re.compile(r"\.(lora_|base_layer\b|token_adapter\b|trainable_tokens_|modules_to_save\b)")
     modules = dict.fromkeys(parts.split(name)[0].removesuffix(".weight") for name in left)
     raise CheckpointError(
-        f"{folder / WEIGHTS}: an adapter of the module {abbreviate_names(modules)} is not supported in a {family.name} model "
-        f"(tensor {abbreviate_names(left)})",
+        f"{folder / WEIGHTS}: an adapter of the module {abbreviate_name_list(modules)} is not supported in a {family.name} model "
+        f"(tensor {abbreviate_name_list(left)})",
         hint="merge the adapter with PEFT (merge_and_unload, save_pretrained), unless it is of another model",
     )
 
@@ -300,7 +300,7 @@ def _encode_adapter(
         done.add(part)
     if left := adapter.modules.keys() - done:
         raise CheckpointError(
-            f"an adapter of {abbreviate_names(left)} in a {family.name} model is not supported by PEFT",
+            f"an adapter of {abbreviate_name_list(left)} in a {family.name} model is not supported by PEFT",
             hint="merge the adapter instead: --to hf",
         )
     return tensors, ranks, scales
@@ -381,10 +381,10 @@ def _family_of_base(base: WeightSource) -> ModelFamily:
     """Return the family of the base on disk, or the first that fits."""
     raw = base.asset_files().get("config.json")
     try:
-        family = family_of_config(parse_json_text(raw.read_bytes() if isinstance(raw, Path) else raw or b"{}"))
+        family = detect_model_family(parse_json_text(raw.read_bytes() if isinstance(raw, Path) else raw or b"{}"))
     except (CheckpointError, ValueError):
-        return family_for_model(base.model)
-    return family if not family.unsupported_settings(base.model) else family_for_model(base.model)
+        return find_family_expressing_model(base.model)
+    return family if not family.unsupported_settings(base.model) else find_family_expressing_model(base.model)
 
 
 def _disk_name(name: str, model: ModelConfig, family: ModelFamily) -> str:

@@ -167,7 +167,7 @@ def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> N
 
 
 @dataclass(frozen=True)
-class TensorChange:
+class PeftTensorChange:
     """Changes that a PEFT adapter makes to one tensor W as stored by transformers.
     Keys are names of tensors in the adapter's file.
 
@@ -211,7 +211,7 @@ class TensorChange:
 
 
 @dataclass(frozen=True)
-class ChangedTensors:
+class PeftChangedTensors:
     """Tensors of a model changed by a PEFT adapter, computed as they are read.
 
     Attributes:
@@ -223,7 +223,7 @@ class ChangedTensors:
     """
 
     base: WeightSource
-    changes: Mapping[str, TensorChange]
+    changes: Mapping[str, PeftTensorChange]
     table: Mapping[str, DiskTensor]
     read_file: ReadTensor
     untied: bool
@@ -246,7 +246,7 @@ class ChangedTensors:
                         crop_tensor(out, slab.offset, slab.shape).copy_(view)
         return crop_tensor(out, offset, shape)
 
-    def _apply_to_disk(self, disk: DiskTensor, change: TensorChange, dtype: torch.dtype) -> Tensor:
+    def _apply_to_disk(self, disk: DiskTensor, change: PeftTensorChange, dtype: torch.dtype) -> Tensor:
         base = torch.empty(disk.shape, dtype=dtype)
         for slab, view in disk.slice_views(base):
             view.copy_(self.base.read_tensor_slice(slab.name, slab.offset, slab.shape))
@@ -256,10 +256,10 @@ class ChangedTensors:
         return change.apply_change(base, self.read_file)
 
 
-def take_tensor_changes(
+def take_peft_tensor_changes(
     config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
     base: WeightSource, family: ModelFamily, where: str,
-) -> ChangedTensors:  # fmt: skip
+) -> PeftChangedTensors:  # fmt: skip
     """Take the tensors of a PEFT file that replace or change tensors of `base`.
     They are removed from `left` ({tensor name: key in the file}) and returned as changes.
 
@@ -276,24 +276,24 @@ def take_tensor_changes(
     untied_base: WeightSource = UntiedWeightSource(base) if tied else base
     table = family.disk_tensor_table(untied_base.model)
     ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
-    changes: dict[str, TensorChange] = {}
+    changes: dict[str, PeftTensorChange] = {}
     for name, disk in table.items():
         change = _take_change(name, disk, left, ranks, config)
-        if change != TensorChange():
+        if change != PeftTensorChange():
             _check_shapes(change, disk, shapes, where)
             changes[name] = change
     untied = tied and _unties_embeddings(changes, table, config)
     _check_embedding_use(changes, table, base, untied, f"{where}: ", family)
-    return ChangedTensors(untied_base, changes, table, read, untied)
+    return PeftChangedTensors(untied_base, changes, table, read, untied)
 
 
 def _take_change(
     name: str, disk: DiskTensor, left: MutableMapping[str, str], ranks: Mapping[str, int], config: Mapping[str, Any]
-) -> TensorChange:
+) -> PeftTensorChange:
     """Return the change to a tensor, and remove its keys from `left`."""
     module, _, kind = name.rpartition(".")
     wrapped = left.pop(f"{module}.base_layer.{kind}", None)
-    out = TensorChange(saved=left.pop(name, wrapped))
+    out = PeftTensorChange(saved=left.pop(name, wrapped))
     if kind == "bias" and module + _BIAS in left:
         key = left.pop(module + _BIAS)
         rank = ranks[key.removesuffix(_BIAS) + A]
@@ -319,7 +319,7 @@ def _token_ids(config: Mapping[str, Any], module: str) -> tuple[int, ...]:
     return tuple(int(token) for token in given)
 
 
-def _check_shapes(change: TensorChange, disk: DiskTensor, shapes: Mapping[str, TensorShape], where: str) -> None:
+def _check_shapes(change: PeftTensorChange, disk: DiskTensor, shapes: Mapping[str, TensorShape], where: str) -> None:
     """Reject tensors whose shape differs from their counterpart in the base.
 
     Raises:
@@ -350,7 +350,7 @@ def _check_shapes(change: TensorChange, disk: DiskTensor, shapes: Mapping[str, T
 
 
 def _unties_embeddings(
-    changes: dict[str, TensorChange], table: Mapping[str, DiskTensor], config: Mapping[str, Any]
+    changes: dict[str, PeftTensorChange], table: Mapping[str, DiskTensor], config: Mapping[str, Any]
 ) -> bool:
     """Return whether the changes untie the embedding and output layer of the base.
 
@@ -367,7 +367,7 @@ def _unties_embeddings(
 
 
 def _check_embedding_use(
-    changes: Mapping[str, TensorChange],
+    changes: Mapping[str, PeftTensorChange],
     table: Mapping[str, DiskTensor],
     base: WeightSource,
     untied: bool,

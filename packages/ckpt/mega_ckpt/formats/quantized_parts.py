@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
-from mega_ckpt.formats.calibrated_rounding import InputMoments
+from mega_ckpt.formats.calibrated_rounding import InputSecondMoments
 from mega_ckpt.formats.weight_quantization import SHAPE, EncodedParts, LinearQuantizer, make_quantizer
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
@@ -23,7 +23,7 @@ _LINEAR = re.compile(r"model\.layers\..*_proj\.weight")  # canonical names of th
 
 
 @dataclass(frozen=True)
-class QuantizedPart:
+class QuantizedWeightPart:
     """One tensor of a quantized weight: codes, scales or the shape.
 
     Attributes:
@@ -43,7 +43,7 @@ class QuantizedPart:
         """Name of the layer, with the dot that ends it."""
         return self.weight.removesuffix("weight")
 
-    def iter_blocks(
+    def encode_row_blocks(
         self, shape: TensorShape, rows: Iterable[Tensor], other_parts: dict[str, Tensor]
     ) -> Iterator[Tensor]:
         """Yield one part of a quantized weight, such as its codes, from blocks of its rows in fp32.
@@ -84,10 +84,10 @@ def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQu
 
 def list_quantized_parts(
     quantizer: LinearQuantizer, table: Mapping[str, DiskTensor], tensors: TensorTypes
-) -> dict[str, QuantizedPart]:
+) -> dict[str, QuantizedWeightPart]:
     """Return the parts of the quantized weights, by disk name; `tensors` are the unquantized dtypes and shapes."""
     return {
-        f"{name.removesuffix('weight')}{part}": QuantizedPart(name, part, tensors[name][0], quantizer)
+        f"{name.removesuffix('weight')}{part}": QuantizedWeightPart(name, part, tensors[name][0], quantizer)
         for name, disk in _find_linear_weights(table).items()
         for part in quantizer.layouts(disk.shape, tensors[name][0])
     }
@@ -108,7 +108,7 @@ class Calibration(Protocol):
         """Yield (canonical names of weights, X X^T [I, I]) for the weights that have the same inputs X [I, tokens]."""
 
 
-def encode_calibrated(
+def quantize_calibrated_weights(
     quantizer: LinearQuantizer,
     table: Mapping[str, DiskTensor],
     tensors: TensorTypes,
@@ -128,14 +128,16 @@ def encode_calibrated(
         weights = sorted({disk_names[name] for name in names if name in disk_names})
         if not weights:
             continue
-        moments = InputMoments.prepare(sums)
+        moments = InputSecondMoments.prepare(sums)
         for weight in weights:
             encoded = [quantizer.encode(rows, tensors[weight][0], moments) for rows in read_rows(linear[weight])]
             found[weight] = {part: torch.cat([rows[part] for rows in encoded]) for part in encoded[0]}
     return found
 
 
-def describe_rounding(quantized: Mapping[str, QuantizedPart], encoded: int, calibration: Calibration | None) -> str:
+def describe_rounding(
+    quantized: Mapping[str, QuantizedWeightPart], encoded: int, calibration: Calibration | None
+) -> str:
     """Return the codes, scales and rounding of quantized weights, of which `encoded` are calibrated, as text."""
     quantizer, count = next(iter(quantized.values())).quantizer, len({part.weight for part in quantized.values()})
     if calibration is None:
@@ -152,7 +154,7 @@ def find_unquantized_layers(table: Mapping[str, DiskTensor], tensors: TensorType
 
 
 def replace_quantized(
-    tensors: TensorTypes, table: Mapping[str, DiskTensor], quantized: Mapping[str, QuantizedPart]
+    tensors: TensorTypes, table: Mapping[str, DiskTensor], quantized: Mapping[str, QuantizedWeightPart]
 ) -> dict[str, tuple[torch.dtype, TensorShape]]:
     """Return dtypes and shapes of the tensors to write, in which quantized weights are replaced by their parts."""
     weights = {part.weight for part in quantized.values()}

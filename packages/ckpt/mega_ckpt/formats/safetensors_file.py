@@ -100,7 +100,7 @@ class SafetensorsHeader:
         return cls(text + b" " * (-len(text) % 8), entries, metadata)
 
     @property
-    def file_prefix(self) -> bytes:
+    def encoded_header(self) -> bytes:
         """First bytes of the safetensors file: length (8 bytes) and text of the header."""
         return struct.pack("<Q", len(self.text)) + self.text
 
@@ -177,7 +177,7 @@ def write_safetensors(
     A thread reads the next tensor while one is written. `advance` is called with the bytes of each.
     """
     with HashingFileWriter(path) as file:
-        file.write_hashed(header.file_prefix)
+        file.write_hashed(header.encoded_header)
         for tensor in _prefetch(tensors):
             file.write_hashed(tensor_bytes(tensor))
             advance(tensor.nbytes)

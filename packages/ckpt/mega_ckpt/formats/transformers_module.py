@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.canonical_tensors import abbreviate_names
+from mega_ckpt.canonical_tensors import abbreviate_name_list
 from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, read_asset_files
 from mega_ckpt.formats.hf_weight_files import INDEX, read_json_mapping, set_config_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
@@ -214,12 +214,15 @@ class TransformersSource:
         wrong = {key: sorted(map(str, found.get(key) or ())) for key in ("missing_keys", "mismatched_keys")}
         if names := [*wrong["missing_keys"], *wrong["mismatched_keys"]]:
             raise CheckpointError(
-                f"{self.folder}: the tensor {abbreviate_names(names)} of {kind} is missing or has another shape",
+                f"{self.folder}: the tensor {abbreviate_name_list(names)} of {kind} is missing or has another shape",
                 hint="download the folder again",
             )
         if unread := sorted(found.get("unexpected_keys") or ()):
             logger.warning(
-                "%s: %s has no parameter for %s: neither trained nor saved", self.folder, kind, abbreviate_names(unread)
+                "%s: %s has no parameter for %s: neither trained nor saved",
+                self.folder,
+                kind,
+                abbreviate_name_list(unread),
             )
         return list_module_tensors(module)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.calibrated_rounding import InputMoments
+from mega_ckpt.formats.calibrated_rounding import InputSecondMoments
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
@@ -57,7 +57,7 @@ class LinearQuantizer:
     description: str
     rows: int
     layouts: Callable[[TensorShape, torch.dtype], PartLayouts]
-    encode: Callable[[Tensor, torch.dtype, InputMoments | None], EncodedParts]
+    encode: Callable[[Tensor, torch.dtype, InputSecondMoments | None], EncodedParts]
     settings: Callable[[list[str]], dict[str, Any]]
 
 
@@ -130,13 +130,15 @@ def _fp8(block: tuple[int, int]) -> LinearQuantizer:
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         return {"weight": (_E4M3, shape), "weight_scale": (dtype, grid(shape))}
 
-    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputSecondMoments | None) -> EncodedParts:
         (down, across), width = grid(tuple(rows.shape)), block[1] if blocks else rows.shape[1]
         padded = torch.nn.functional.pad(rows, (0, across * width - rows.shape[1], 0, down * height - rows.shape[0]))
         scale = _make_scales(padded.view(down, height, across, width).abs().amax((1, 3)) / _E4M3_MAX, dtype)
         scales = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)[: len(rows), : rows.shape[1]]
         if moments is not None:
-            rows = moments.compensate(rows, scales, lambda weights, scale: _e4m3_codes(weights, scale).float() * scale)
+            rows = moments.compensate_rounding_error(
+                rows, scales, lambda weights, scale: _e4m3_codes(weights, scale).float() * scale
+            )
         return {"weight": _e4m3_codes(rows, scales), "weight_scale": scale}
 
     strategy = {"strategy": "block", "block_structure": list(block)} if blocks else {"strategy": "channel"}
@@ -166,7 +168,7 @@ def _packed_integers(bits: int, group: int | None, *, symmetric: bool = True) ->
             "weight_scale": (dtype, (shape[0], scales)), **zeros, SHAPE: (torch.int64, (2,)),
         }  # fmt: skip
 
-    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputSecondMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, group or rows.shape[1])
         if group is None:
             scale = _make_scales(groups.abs().amax(-1, keepdim=True) * (2 / ((1 << bits) - 1)), dtype)
@@ -215,7 +217,7 @@ def _search_scales(
 
 
 def _find_codes(
-    rows: Tensor, groups: Tensor, scale: Tensor, offset: Tensor, bits: int, moments: InputMoments | None
+    rows: Tensor, groups: Tensor, scale: Tensor, offset: Tensor, bits: int, moments: InputSecondMoments | None
 ) -> Tensor:
     """Return unsigned codes q (int32) of weights [R, I], of about q * scale + offset.
 
@@ -226,7 +228,7 @@ def _find_codes(
     """
     affine = torch.stack([part.float().expand(groups.shape).flatten(1) for part in (scale, offset)])
     if moments is not None:
-        rows = moments.compensate(rows, affine, partial(_affine_values, bits=bits))
+        rows = moments.compensate_rounding_error(rows, affine, partial(_affine_values, bits=bits))
     return _affine_codes(rows, affine, bits).int()
 
 
@@ -257,7 +259,7 @@ def _mxfp4() -> LinearQuantizer:
         packed, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // _MX_BLOCK)
         return {"weight_packed": (torch.uint8, packed), "weight_scale": (torch.uint8, scales)}
 
-    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputSecondMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, _MX_BLOCK)
         largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         exponent = largest.log2().floor() - 2  # the largest weight is 4 to 8, of which e2m1 has 4 and 6
@@ -267,7 +269,7 @@ def _mxfp4() -> LinearQuantizer:
         exponent = torch.where(errors[0] <= errors[1], exponent, exponent + 1).clamp(-127, 127)
         exponents = exponent.expand(groups.shape).flatten(1)
         if moments is not None:
-            rows = moments.compensate(rows, exponents, _e2m1_values)
+            rows = moments.compensate_rounding_error(rows, exponents, _e2m1_values)
         codes = _e2m1_codes(rows, exponents)
         return {
             "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
@@ -303,7 +305,7 @@ def _mlx_integers(bits: int) -> LinearQuantizer:
             "weight": (torch.uint32, (shape[0], shape[1] * bits // 32)), "scales": (dtype, grid), "biases": (dtype, grid)
         }  # fmt: skip
 
-    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputSecondMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, _MLX_GROUP)
         bias = groups.amin(-1, keepdim=True).to(dtype)
         extent = groups.amax(-1, keepdim=True) - bias.float()

@@ -164,7 +164,7 @@ class ChatEncoder:
         return mask, cut
 
 
-def log_chat_notes(notes: Mapping[str, int]) -> None:
+def log_chat_warnings(notes: Mapping[str, int]) -> None:
     """Log each note about conversations as a warning, with the number of conversations that it concerns."""
     for note, count in sorted(notes.items()):
         logger.warning("%d conversations %s", count, note)

@@ -70,7 +70,7 @@ def parse_chat_record(
     Raises:
         DataError: if the record has another form.
     """
-    record = parse_record(text, columns)
+    record = parse_json_record(text, columns)
     if media := next((key for key in MEDIA if record.get(key)), None):
         raise DataError(
             f"the key {media!r} is not supported in text conversations",
@@ -93,7 +93,7 @@ def parse_chat_record(
     ]
 
 
-def parse_record(text: str, columns: Mapping[str, str] | None) -> dict[str, Any]:
+def parse_json_record(text: str, columns: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the values of a JSON record that are not null, by key or, with `columns`, by role.
 
     Raises:

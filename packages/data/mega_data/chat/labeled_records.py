@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 
 from mega_common.errors import DataError
 from mega_data.chat.chat_preparation import ChatOptions, EncodedChats, masked_token_dtype
-from mega_data.chat.chat_records import QUERIES, TAGS, parse_record
+from mega_data.chat.chat_records import QUERIES, TAGS, parse_json_record
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.token_files.dataset_info import ChatInfo
 from mega_data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def parse_labeled_record(text: str, options: ChatOptions) -> LabeledRecord:
     Raises:
         DataError: if the record has another form.
     """
-    record = parse_record(text, options.columns)
+    record = parse_json_record(text, options.columns)
     if options.kind == "groups":
         return _parse_group(record, options.negatives)
     if options.kind == "token_labels":

@@ -127,7 +127,7 @@ DocumentPositions = npt.NDArray[np.void]
 CHUNK = 1 << 16  # documents read at once
 
 
-def describe_fingerprints(rule: DuplicatesRule) -> dict[str, Any]:
+def get_fingerprint_parameters(rule: DuplicatesRule) -> dict[str, Any]:
     """Return the parameters of the fingerprints by which documents are compared.
     Fingerprints of two cleaning runs are comparable if these are equal.
 
@@ -165,14 +165,14 @@ def _map_file(path: Path, dtype: np.dtype[Any], width: int) -> npt.NDArray[Any]:
     return np.memmap(path, dtype, mode="r").reshape(-1, width)
 
 
-def import_fingerprints(rule: DuplicatesRule, journal: AppendJournal) -> int:
+def append_earlier_cleaning_fingerprints(rule: DuplicatesRule, journal: AppendJournal) -> int:
     """Append the fingerprints of the earlier cleaning runs in `rule.against` to this run's files.
     Returns the number of their documents.
 
     Raises:
         DataError: if a folder has no fingerprints, or their parameters differ.
     """
-    parameters, count = describe_fingerprints(rule), 0
+    parameters, count = get_fingerprint_parameters(rule), 0
     for number, folder in enumerate(rule.against):
         other = _read_fingerprint_kinds(folder)
         for name, kind in parameters.items():
@@ -220,4 +220,4 @@ def write_kept_fingerprints(work: Path, rule: DuplicatesRule, first: int) -> dic
         with open_atomic_file(folder / f"{name}.bin") as stream:
             for start in range(0, len(kept), CHUNK):
                 stream.write(array[kept[start : start + CHUNK]].tobytes())
-    return describe_fingerprints(rule)
+    return get_fingerprint_parameters(rule)

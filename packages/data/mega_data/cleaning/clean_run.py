@@ -26,7 +26,12 @@ from pydantic import TypeAdapter, ValidationError
 from mega_common.atomic_files import lock_folder, rename_folder_into_place, write_json_atomically
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.cleaning.append_files import SUFFIXES, AppendJournal, import_fingerprints, write_kept_fingerprints
+from mega_data.cleaning.append_files import (
+    SUFFIXES,
+    AppendJournal,
+    append_earlier_cleaning_fingerprints,
+    write_kept_fingerprints,
+)
 from mega_data.cleaning.clean_config import RULES, CleanConfig
 from mega_data.cleaning.document_judge import (
     CleanedBatch,
@@ -39,7 +44,7 @@ from mega_data.cleaning.document_judge import (
     sum_document_and_byte_counts,
 )
 from mega_data.cleaning.duplicate_removal import (
-    FirstPassPart,
+    FirstPassOutputFile,
     SourceNameTables,
     find_duplicates,
     remove_part_duplicates,
@@ -249,7 +254,7 @@ class CleaningRun:
         else:
             self.journal.clear_folder()
             if self.config.duplicates is not None:
-                self.state.documents = import_fingerprints(self.config.duplicates, self.journal)
+                self.state.documents = append_earlier_cleaning_fingerprints(self.config.duplicates, self.journal)
                 self.state.starts = [self.state.documents]
         result.mkdir(exist_ok=True)
         if self.config.decontaminate is not None:
@@ -333,7 +338,7 @@ class CleaningRun:
             return
         find_duplicates(self.work, rule)
         bounds = [*state.starts, state.documents]
-        parts = [FirstPassPart(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
+        parts = [FirstPassOutputFile(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
         names = SourceNameTables(
             [source.name for _, source in self.sources],
             self.inputs,

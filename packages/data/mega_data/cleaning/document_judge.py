@@ -15,7 +15,7 @@ from mega_common.errors import DataError, MegaError
 from mega_data.cleaning.append_files import POSITION, DocumentPositions, compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
 from mega_data.cleaning.duplicate_detection import compute_text_minhash_signatures, hash_texts
-from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
+from mega_data.cleaning.quality_rules import CleaningRule, DropDocumentVerdict, TextRecord
 from mega_data.cleaning.rule_builder import build_cleaning_rules
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.documents import Document, RejectedItem
@@ -237,7 +237,7 @@ class DocumentCleaner:
             if verdict is None:
                 continue
             counts = tally.get_rule_tally(name)
-            if isinstance(verdict, DropDocument):
+            if isinstance(verdict, DropDocumentVerdict):
                 counts.dropped.add_amount(DocumentAndByteCounts(1, item.size))
                 add_counts(counts.why, {verdict.why: 1})
                 counts.add_sample(

@@ -36,7 +36,7 @@ EXACT, NEAR = 1, 2
 BLOCK = 1 << 20  # bytes of lines that are compressed at once
 
 
-class FirstPassPart(NamedTuple):
+class FirstPassOutputFile(NamedTuple):
     """Output file of a cleaning run's first pass: its number, and its range of document numbers [start, end)."""
 
     number: int
@@ -82,7 +82,7 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
 
 
 def remove_part_duplicates(
-    part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNameTables
+    part: FirstPassOutputFile, *, work: Path, config: CleanConfig, names: SourceNameTables
 ) -> CleaningTally:
     """Write the kept documents and the duplicates of a first-pass file to their folders; return the counts.
     Kept documents go to `result/kept` and duplicates to `result/dropped`.
@@ -102,7 +102,7 @@ def remove_part_duplicates(
 class FirstPassDeduplication:
     """Deduplication of one output file of a cleaning run's first pass: its documents, and which of them are duplicates."""
 
-    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNameTables) -> None:
+    def __init__(self, part: FirstPassOutputFile, work: Path, config: CleanConfig, names: SourceNameTables) -> None:
         assert config.duplicates is not None
         self.part, self.work, self.config, self.names = part, work, config, names
         self.suffix = SUFFIXES[config.compression]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.clean_config import LanguageRule
-from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
+from mega_data.cleaning.quality_rules import CleaningRule, DropDocumentVerdict, TextRecord
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.decompression import import_optional_package
 
@@ -26,12 +26,14 @@ def build_language_rule(limits: LanguageRule) -> CleaningRule:
     detect = load_fasttext_detector(limits.model) if limits.model else load_lingua_detector()
     keep = frozenset(limits.keep)
 
-    def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
+    def judge(text: AnalyzedText, _: TextRecord) -> DropDocumentVerdict | None:
         text.language, confidence = detect(text.text)
         if text.language not in keep:
-            return DropDocument(text.language, f"confidence {confidence:.2f}")
+            return DropDocumentVerdict(text.language, f"confidence {confidence:.2f}")
         if confidence < limits.min_confidence:
-            return DropDocument(f"confidence below {limits.min_confidence:g}", f"{text.language} {confidence:.2f}")
+            return DropDocumentVerdict(
+                f"confidence below {limits.min_confidence:g}", f"{text.language} {confidence:.2f}"
+            )
         return None
 
     return judge

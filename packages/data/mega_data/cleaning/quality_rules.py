@@ -33,7 +33,7 @@ from mega_data.cleaning.text_words import AnalyzedText
 TextRecord = dict[str, Any]
 
 
-class DropDocument(NamedTuple):
+class DropDocumentVerdict(NamedTuple):
     """Verdict of a cleaning rule to drop the document.
     `why` is one of the rule's few reasons, `detail` the finding in this document.
     """
@@ -42,14 +42,14 @@ class DropDocument(NamedTuple):
     detail: str = ""
 
 
-class ChangeDocument(NamedTuple):
+class ChangeDocumentVerdict(NamedTuple):
     """Verdict of a cleaning rule to keep the document with another text; `counts` are the numbers of changes by kind."""
 
     text: str
     counts: dict[str, int]
 
 
-CleaningRule = Callable[[AnalyzedText, TextRecord], DropDocument | ChangeDocument | None]
+CleaningRule = Callable[[AnalyzedText, TextRecord], DropDocumentVerdict | ChangeDocumentVerdict | None]
 
 
 class BoundedMeasure(NamedTuple):
@@ -61,15 +61,15 @@ class BoundedMeasure(NamedTuple):
     high: float
 
 
-def check_measure_bounds(measures: Iterable[BoundedMeasure]) -> DropDocument | None:
+def check_measure_bounds(measures: Iterable[BoundedMeasure]) -> DropDocumentVerdict | None:
     """Return a verdict to drop the document for the first measure outside its limits, or None.
     Later measures are not evaluated.
     """
     for name, value, low, high in measures:
         if value < low:
-            return DropDocument(f"{name} below {low:g}", f"{value:.4g}")
+            return DropDocumentVerdict(f"{name} below {low:g}", f"{value:.4g}")
         if value > high:
-            return DropDocument(f"{name} above {high:g}", f"{value:.4g}")
+            return DropDocumentVerdict(f"{name} above {high:g}", f"{value:.4g}")
     return None
 
 
@@ -80,28 +80,28 @@ POLICIES = re.compile("terms of use|privacy policy|cookie policy|uses cookies|us
 SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
-def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocument | ChangeDocument | None:
+def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
     """Apply the line and document filter of C4 to a document.
-    Returns a `ChangeDocument` with the text of the remaining lines, a `DropDocument` with the reason, or None if
+    Returns a `ChangeDocumentVerdict` with the text of the remaining lines, a `DropDocumentVerdict` with the reason, or None if
     nothing changes.
     """
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
-        return DropDocument("lorem ipsum")
+        return DropDocumentVerdict("lorem ipsum")
     if limits.curly_brackets and "{" in text.text:
-        return DropDocument("curly bracket")
+        return DropDocumentVerdict("curly bracket")
     if limits.bad_words is not None and (bad := load_bad_words(limits.bad_words).intersection(text.words)):
-        return DropDocument("bad word", min(bad))
+        return DropDocumentVerdict("bad word", min(bad))
     lines = [_filter_line(line, limits) for line in text.text.splitlines()]
     kept = [line for line, why in lines if why is None]
     sentences = sum(max(1, len(SENTENCE.findall(line))) for line in kept)
     if sentences < limits.min_sentences:
-        return DropDocument(f"sentences below {limits.min_sentences}", str(sentences))
+        return DropDocumentVerdict(f"sentences below {limits.min_sentences}", str(sentences))
     if not kept:
-        return DropDocument("no line left")
+        return DropDocumentVerdict("no line left")
     result = "\n".join(kept)
     dropped = Counter(f"lines {why}" for _, why in lines if why)
-    return ChangeDocument(result, dict(dropped) or {"citations and spaces": 1}) if result != text.text else None
+    return ChangeDocumentVerdict(result, dict(dropped) or {"citations and spaces": 1}) if result != text.text else None
 
 
 def _filter_line(line: str, limits: C4Rule) -> tuple[str, str | None]:
@@ -135,16 +135,16 @@ BULLETS = ("•", "‣", "◦", "▪", "-", "*", "–")
 PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
-def apply_gopher_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
+def apply_gopher_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocumentVerdict | None:
     """Apply the Gopher quality filter to a document's words, symbols, lines and stop words.
-    Returns a `DropDocument` with the reason, or None to keep it.
+    Returns a `DropDocumentVerdict` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_quality(text, limits))
 
 
-def apply_gopher_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
+def apply_gopher_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocumentVerdict | None:
     """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text.
-    Returns a `DropDocument` with the reason, or None to keep it.
+    Returns a `DropDocumentVerdict` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_repetition(text, limits))
 
@@ -251,9 +251,9 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 }  # fmt: skip
 
 
-def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | ChangeDocument | None:
+def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
     """Search a document for personal data.
-    Returns a `ChangeDocument` with each item replaced by its kind (`<EMAIL>`), a `DropDocument` with the reason, or
+    Returns a `ChangeDocumentVerdict` with each item replaced by its kind (`<EMAIL>`), a `DropDocumentVerdict` with the reason, or
     None without personal data.
     """
     found: Counter[str] = Counter()
@@ -272,8 +272,8 @@ def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | Change
     if not found:
         return None
     if limits.action == "drop":
-        return DropDocument(" and ".join(found), ", ".join(f"{count} {kind}" for kind, count in found.items()))
-    return ChangeDocument(result, dict(found))
+        return DropDocumentVerdict(" and ".join(found), ", ".join(f"{count} {kind}" for kind, count in found.items()))
+    return ChangeDocumentVerdict(result, dict(found))
 
 
 def _select_patterns(limits: PiiRule) -> list[tuple[str, tuple[re.Pattern[str], Callable[[str], bool]]]]:

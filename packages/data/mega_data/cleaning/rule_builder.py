@@ -19,7 +19,7 @@ from mega_data.cleaning.language_detection import build_language_rule
 from mega_data.cleaning.quality_rules import (
     BoundedMeasure,
     CleaningRule,
-    DropDocument,
+    DropDocumentVerdict,
     TextRecord,
     apply_c4_rule,
     apply_gopher_quality_rule,
@@ -41,16 +41,16 @@ def build_custom_rule(name: str, folder: Path) -> CleaningRule:
     """
     judge_record = _import_function(name, folder)
 
-    def judge(_: AnalyzedText, record: TextRecord) -> DropDocument | None:
+    def judge(_: AnalyzedText, record: TextRecord) -> DropDocumentVerdict | None:
         try:
             answer = judge_record(dict(record))
         except Exception as error:
             raise DataError(f"filter {name} fails with {type(error).__name__}: {error}") from error
         if isinstance(answer, str):
-            return DropDocument(answer)
+            return DropDocumentVerdict(answer)
         if not isinstance(answer, bool):
             raise DataError(f"filter {name}: must return True, False or a reason, not {answer!r}")
-        return None if answer else DropDocument(name)
+        return None if answer else DropDocumentVerdict(name)
 
     return judge
 
@@ -111,14 +111,14 @@ def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> Clean
     """
     evaluated = np.load(file, mmap_mode="r")
 
-    def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
+    def judge(text: AnalyzedText, _: TextRecord) -> DropDocumentVerdict | None:
         ngrams = text.hash_word_ngrams(limits.ngram)
         positions = np.searchsorted(evaluated, ngrams)
         hits = np.flatnonzero(evaluated[np.minimum(positions, evaluated.size - 1)] == ngrams)
         if not hits.size:
             return None
         words = " ".join(text.words[hits[0] : hits[0] + limits.ngram])
-        return DropDocument(f"{limits.ngram} words of an evaluation set", f"{hits.size} times, first: {words}")
+        return DropDocumentVerdict(f"{limits.ngram} words of an evaluation set", f"{hits.size} times, first: {words}")
 
     return judge
 

@@ -118,14 +118,14 @@ def compute_fitted_image_size(resolution: tuple[int, int], height: int, width: i
     return max_height, min(math.ceil(width * y_scale), max_width)
 
 
-def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
+def map_placeholders_to_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
     """Return the feature of the vision projector that replaces each placeholder token of an image.
     The image has `height` x `width` pixels. Features are row indices over all its tiles: int64 [placeholders].
 
-    A square has `vision.features_per_square` features: P, and with tiles the end-of-row feature.
+    A square has `vision.features_per_tile` features: P, and with tiles the end-of-row feature.
     """
     if vision.native is not None:
-        return np.arange(vision.count_features(*compute_native_size(vision, height, width)))
+        return np.arange(vision.count_image_features(*compute_native_size(vision, height, width)))
     whole = np.arange(vision.tokens_per_image)
     if vision.pinpoints is None:
         return whole
@@ -133,9 +133,7 @@ def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> 
     side = vision.image_size // vision.patch_size
     tiles = 1 + np.arange(high * wide).reshape(high, 1, wide, 1)
     patches = np.arange(side * side).reshape(1, side, 1, side)
-    lines = _crop_padding(
-        (tiles * vision.features_per_square + patches).reshape(high * side, wide * side), height, width
-    )
+    lines = _crop_padding((tiles * vision.features_per_tile + patches).reshape(high * side, wide * side), height, width)
     ends = np.full((len(lines), 1), vision.tokens_per_image)  # of the first square: all squares have the same one
     return np.concatenate([whole, np.concatenate([lines, ends], 1).ravel()])
 
@@ -176,7 +174,7 @@ class PreparedImage:
     Attributes:
         pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`; the inputs of a vision
             encoder that is a module of transformers.
-        features: int64 [k], see `list_placeholder_features`.
+        features: int64 [k], see `map_placeholders_to_features`.
         animated: whether the file has more frames, which are ignored.
         text: text of the image in a prompt, for a module; None: one placeholder per feature.
     """
@@ -210,11 +208,11 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
         raise DataError(f"the image cannot be read ({error})") from None
     scaled = np.stack([np.asarray(square, np.float32) for square in squares]) / np.float32(255)
     normal = (scaled - np.array(vision.mean, np.float32)) / np.array(vision.std, np.float32)
-    features = list_placeholder_features(vision, whole.height, whole.width)
+    features = map_placeholders_to_features(vision, whole.height, whole.width)
     return PreparedImage(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)), features, animated)
 
 
-def count_placeholders(content: bytes, vision: VisionConfig) -> int:
+def count_image_placeholder_tokens(content: bytes, vision: VisionConfig) -> int:
     """Return the number of placeholder tokens that an image takes in a text.
     It is computed from the size in the header of the file bytes `content`; for a module of transformers from the image.
 
@@ -225,7 +223,7 @@ def count_placeholders(content: bytes, vision: VisionConfig) -> int:
         return len(prepare_image(content, vision).features)
     try:
         with _opened(content) as image:
-            return len(list_placeholder_features(vision, image.height, image.width))
+            return len(map_placeholders_to_features(vision, image.height, image.width))
     except UNREADABLE as error:
         raise DataError(f"the image cannot be read ({error})") from None
 

@@ -22,9 +22,14 @@ from mega_common.atomic_files import compute_file_sha256
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_common.vision_config import VisionConfig
-from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatRecordConverter, log_chat_notes
+from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatRecordConverter, log_chat_warnings
 from mega_data.images.image_inputs import ImageText
-from mega_data.images.image_records import IMAGE, ImageChatRecord, insert_placeholders, iterate_image_records
+from mega_data.images.image_records import (
+    IMAGE,
+    ImageChatRecord,
+    iterate_image_records,
+    replace_images_with_placeholders,
+)
 from mega_data.reading.corpus_sources import SkippedFiles
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.token_files.dataset_commit import commit_dataset
@@ -40,7 +45,7 @@ from mega_data.token_files.dataset_info import (
 )
 from mega_data.token_files.image_references import (
     ImageReference,
-    encode_references,
+    encode_image_references,
     read_image_bytes,
     write_tar_member,
 )
@@ -228,9 +233,11 @@ class _ImageDatasetWriter:
         """Return the number of placeholders of each image of a record."""
         if self.images.vision is None or not self.images.vision.has_variable_tokens:
             return [self.images.tokens] * len(record.images)
-        from mega_data.images.image_pixels import count_placeholders  # local: a fixed number does not require Pillow
+        from mega_data.images.image_pixels import (
+            count_image_placeholder_tokens,  # local: a fixed number does not require Pillow
+        )
 
-        return _apply_to_images(record, folder, partial(count_placeholders, vision=self.images.vision))
+        return _apply_to_images(record, folder, partial(count_image_placeholder_tokens, vision=self.images.vision))
 
     def _render_record(self, record: ImageChatRecord, folder: Path) -> _RenderedRecord | RejectedItem:
         """Return a record with its rendered conversation, after checking that its images exist."""
@@ -238,7 +245,7 @@ class _ImageDatasetWriter:
         if isinstance(images, RejectedItem):
             return images
         written = json.dumps(self.images.text or self.images.placeholder)[1:-1]
-        text = json.dumps(insert_placeholders(record.raw))
+        text = json.dumps(replace_images_with_placeholders(record.raw))
         for image in record.images:
             if not isinstance(image, bytes):
                 try:
@@ -297,7 +304,7 @@ class _ImageDatasetWriter:
             np.ascontiguousarray(array["token"]), [array.size], np.ascontiguousarray(array["mask"])
         )
         varies = self.images.vision is not None and self.images.vision.has_variable_tokens
-        self.references.add_document(encode_references(references, counts if varies else None))
+        self.references.add_document(encode_image_references(references, counts if varies else None))
         self.documents += 1
         self.tokens += array.size
 
@@ -343,5 +350,5 @@ class _ImageDatasetWriter:
         )
         if self.cut:
             logger.warning("%d answers were truncated to %s tokens", self.cut, self.chats.info.max_length)
-        log_chat_notes(self.notes)
+        log_chat_warnings(self.notes)
         return info

@@ -108,7 +108,7 @@ def _encode_png(image: Any) -> bytes:
     return out.getvalue()
 
 
-def insert_placeholders(raw: dict[str, Any]) -> dict[str, Any]:
+def replace_images_with_placeholders(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a chat record in which each image part of a message is replaced by LLaVA's placeholder text `<image>`."""
     messages = raw.get("messages")
     if not isinstance(messages, list):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.masked_lm_samples import Random, WholeWordMasker, find_special_token, inverse_ngram_sampler
+from mega_data.kinds.masked_lm_samples import Random, WholeWordMasker, find_special_token, make_inverse_length_sampler
 from mega_data.kinds.sentence_samples import MegatronSentenceRanges, SeededSentenceRanges, SentenceRanges
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import Tokens
@@ -55,7 +55,7 @@ class BertSamples:
         self._pad = pad if megatron else -1  # Megatron treats every token with this id as padding
         self._vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values())
         self._words = WholeWordMasker(
-            tokenizer, (self._cls, self._sep), config.bert.mask_probability, inverse_ngram_sampler(MAX_NGRAM)
+            tokenizer, (self._cls, self._sep), config.bert.mask_probability, make_inverse_length_sampler(MAX_NGRAM)
         )
         cut = config.seq_length - 3, 2 if config.bert.sentence_pairs else 1, config.bert.short_probability
         self._cuts: SentenceRanges = (

@@ -17,7 +17,7 @@ from mega_data.data_config import StreamPosition
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples
 from mega_data.preprocessing.token_stream import BlockPosition
 from mega_data.sampling.dataset_parts import DatasetPart
-from mega_data.sampling.token_blocks import BlockSource, FileBlocks, StreamBlocks
+from mega_data.sampling.token_blocks import DataBlockSource, FileBlocks, StreamBlocks
 from mega_data.token_files.image_references import has_images
 
 OPEN_BLOCKS = 4  # a step and the ones that are read ahead may be in several blocks
@@ -32,7 +32,7 @@ class BlockStart:
     start: BlockPosition
 
 
-class OpenBlock(NamedTuple):
+class LoadedSampleBlock(NamedTuple):
     """Samples of a block, and their number `size` in an epoch."""
 
     samples: DatasetSamples[Any]
@@ -62,12 +62,12 @@ class BlockedSamples:
             )
         self._part, self._setting, self._build = part, setting, build
         tokens = setting.config.block_tokens
-        self._blocks: BlockSource = (
+        self._blocks: DataBlockSource = (
             FileBlocks(part.reader, part.first, part.last, tokens) if part.stream is None else StreamBlocks(part.stream)
         )
         self._starts = [BlockStart(0, 0, self._blocks.first)]  # known starts, in order
         self._total: int | None = None  # samples of an epoch
-        self._open: OrderedDict[BlockStart, OpenBlock] = OrderedDict()
+        self._open: OrderedDict[BlockStart, LoadedSampleBlock] = OrderedDict()
         self._lock = RLock()  # the loader's thread reads, the main thread reports
         if position is not None:
             self._continue_from(position)
@@ -120,7 +120,7 @@ class BlockedSamples:
                 self._read_block(self._starts[-1])
             return estimate or self._total or 0
 
-    def find_position(self, k: int) -> StreamPosition:
+    def find_stream_position(self, k: int) -> StreamPosition:
         """Return the position from which a later process reads sample `k` without the blocks before it."""
         with self._lock:
             known = self._find_start(k if self._total is None else k % self._total)
@@ -149,7 +149,7 @@ class BlockedSamples:
                     within = number - start.first
                     return block.samples, epoch * block.size + within - k, k - within + block.size
 
-    def _read_block(self, start: BlockStart) -> OpenBlock | None:
+    def _read_block(self, start: BlockStart) -> LoadedSampleBlock | None:
         """Return the samples of a block, and record the start of the next one, or the number of samples of an epoch.
         The result is None if no document is left at `start`.
         """
@@ -164,7 +164,7 @@ class BlockedSamples:
         part = replace(self._part, reader=block.reader, first=0, last=len(block.reader))
         setting = self._setting if block.cache is None else replace(self._setting, cache=block.cache)
         samples = self._build(part, setting, 0)
-        opened = self._open[start] = OpenBlock(samples, max(1, int(samples.samples_per_epoch)))
+        opened = self._open[start] = LoadedSampleBlock(samples, max(1, int(samples.samples_per_epoch)))
         self._record_end(start, start.first + opened.size, block.end)
         if len(self._open) > OPEN_BLOCKS:
             oldest, _ = self._open.popitem(last=False)

@@ -105,7 +105,7 @@ class ImageChatSamples(PackedSamples):
 
     def _count_features(self, pixels: list[Pixels]) -> int:
         """Return the number of features of some squares or images."""
-        return self._vision.count_total_features(image.shape for image in pixels)
+        return self._vision.count_features_of_images(image.shape for image in pixels)
 
     def _load_document_images(
         self, document: int, numbers: npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class ImageChatSamples(PackedSamples):
         """
         from mega_data.images.image_pixels import prepare_image  # local, because text data does not require Pillow
 
-        references, tokens = self._references.get_references(document)
+        references, tokens = self._references.get_image_references(document)
         counts = np.array(tokens or [self._vision.tokens_per_image] * len(references), np.int64)
         ends = np.cumsum(counts)
         first, last = np.searchsorted(ends, numbers[[0, -1]], side="right").tolist()

@@ -37,7 +37,7 @@ def make_sample_random_generator(content_key: str, k: int) -> Random:
     return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{content_key} sample={k}".encode())))
 
 
-def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
+def make_inverse_length_sampler(longest: int) -> Callable[[Random], int]:
     """Return a function that draws a number of words N with probability proportional to 1/N.
     N is from 1 to `longest`, as Megatron does for BERT.
     """
@@ -47,7 +47,7 @@ def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
     return lambda random: bisect_right(bounds, random.random_sample()) + 1
 
 
-def geometric_ngram_sampler(longest: int) -> Callable[[Random], int]:
+def make_geometric_length_sampler(longest: int) -> Callable[[Random], int]:
     """Return a function that draws a number of words from a clipped geometric distribution, for T5.
     It has p = 0.2 and is clipped to `longest` (SpanBERT, Joshi et al., 2020).
     """

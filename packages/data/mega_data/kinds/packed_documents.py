@@ -142,7 +142,7 @@ def pack_document_segments(pieces: DocumentPieces, seq_length: int, key: int) ->
 
     Returns:
         starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples. Within a sample small rows
-            come first, which balances attention over the ranks of context parallelism (`rank_chunks`).
+            come first, which balances attention over the ranks of context parallelism (`get_context_rank_chunks`).
         bins: int64 [samples + 1], the first piece of each sample, and n w.
     """
     totals = pieces.sizes.sum(1)

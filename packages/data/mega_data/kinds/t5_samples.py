@@ -20,7 +20,7 @@ from mega_data.kinds.dataset_kind import DatasetContext
 from mega_data.kinds.masked_lm_samples import (
     WholeWordMasker,
     find_special_token,
-    geometric_ngram_sampler,
+    make_geometric_length_sampler,
     make_sample_random_generator,
 )
 from mega_data.kinds.running_text import build_token_windows
@@ -137,7 +137,7 @@ class MegatronT5Samples:
         self._pad = find_special_token(tokenizer, "[PAD]", "<pad>")
         excluded = find_special_token(tokenizer, "[CLS]", "<s>"), find_special_token(tokenizer, "[SEP]", "</s>")
         self._words = WholeWordMasker(
-            tokenizer, excluded, config.t5.mask_probability, geometric_ngram_sampler(MAX_NGRAM)
+            tokenizer, excluded, config.t5.mask_probability, make_geometric_length_sampler(MAX_NGRAM)
         )
         start = find_special_token(tokenizer, "[BOS]", "<s>", "<bos>")
         end = find_special_token(tokenizer, "[EOS]", "</s>", "<eos>")

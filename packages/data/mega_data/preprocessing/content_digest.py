@@ -48,7 +48,7 @@ def digest_tokenizer_files(path: Path, chat_template: Path | None) -> TokenizerD
     return TokenizerDigest([tokenizer.fingerprint, *digests], tokenizer.eos_id)
 
 
-def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
+def compute_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     """Return a digest (hex) of the content of `sources`, in order, independent of their names.
 
     The digest of local files is kept in `cache`/digests as long as their paths, sizes and modification times stay. Objects
@@ -74,13 +74,13 @@ def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     return hashlib.sha256(json.dumps([parts, _digest_files(local, cache)]).encode()).hexdigest()
 
 
-def read_stream_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
+def compute_stream_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     """Return a digest (hex) of the names and states of `sources`, for inputs that are too large to hash.
     Local files count by name in their folder and size, objects of a store and data sets of the hub as in
-    `read_content_digest`.
+    `compute_content_digest`.
 
     Raises:
-        DataError: as `read_content_digest`.
+        DataError: as `compute_content_digest`.
     """
     _reject_standard_input(sources)
     parts: list[object] = []

@@ -102,7 +102,7 @@ class DatasetOutput:
                 self.writer.clear_partial_files()
             return self.done
         self.done = progress
-        tokens = self.writer.resume_after(progress.documents)
+        tokens = self.writer.resume_after_documents(progress.documents)
         with ProgressBar("hashing the resumed tokens", total=tokens.nbytes or None, unit="bytes") as bar:
             for start in range(0, tokens.size, CHUNK):
                 piece = np.ascontiguousarray(tokens[start : start + CHUNK])

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
-from mega_data.chat.chat_preparation import ChatOptions, ChatRecordConverter, RecordConverter, log_chat_notes
+from mega_data.chat.chat_preparation import ChatOptions, ChatRecordConverter, RecordConverter, log_chat_warnings
 from mega_data.chat.labeled_records import LabeledRecordConverter
 from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
@@ -32,14 +32,14 @@ from mega_data.preprocessing.sharding import (
     build_shards_on_ray,
     join_shards,
     read_finished_shard,
-    record_failure,
+    record_shard_failure,
     select_shard_sources,
 )
 from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader, TextBatch, build_text_batches
 from mega_data.preprocessing.text_encoder import BatchEncoder, EncoderChoice, EncoderMismatch, choose_text_encoder
 from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources, no_text_error
 from mega_data.reading.decompression import STDIN
-from mega_data.token_files.dataset_commit import finish_commit
+from mega_data.token_files.dataset_commit import finish_interrupted_commit
 from mega_data.token_files.dataset_info import (
     DatasetInfo,
     DatasetShardInfo,
@@ -226,7 +226,7 @@ class PreprocessJob:
         With `accept_finished`, a complete data set of the same job is accepted as well: a shard's process is restarted
         without knowing that another one has joined all shards, or that only the upload is missing.
         """
-        if finish_commit(self.whole) == self.made_from and (info := read_dataset_info(self.whole)):
+        if finish_interrupted_commit(self.whole) == self.made_from and (info := read_dataset_info(self.whole)):
             return info
         info = read_dataset_info(self.whole) if accept_finished and get_idx_path(self.whole).exists() else None
         if info and info.made_from == self.made_from:
@@ -296,7 +296,7 @@ class PreprocessJob:
             done = output.resume_or_start()
             done.encoder = done.encoder if choice == "auto" else choice  # a rejected fastokens is not tried again
             encoder = choose_text_encoder(done.encoder, tokenizer, size, rereadable=lasting)
-            reading = self.open_reader(sources, done, bar, output)
+            reading = self.open_document_reader(sources, done, bar, output)
             stack.enter_context(disable_encoder_threads())
             encoded = self.encode_documents(reading, encoder, output, workers)
             for batch, documents in stack.enter_context(contextlib.closing(encoded)):
@@ -311,7 +311,7 @@ class PreprocessJob:
         _log_result(output.info, output, tokenizer)
         return output.info
 
-    def open_reader(
+    def open_document_reader(
         self, sources: Sequence[CorpusSource], done: PreprocessProgress, bar: ProgressBar, output: DatasetOutput
     ) -> ResumableReader:
         """Return the reader of the documents of `sources` after those that are `done`, for writing them to `output`."""
@@ -348,7 +348,7 @@ class PreprocessJob:
         if finished := read_finished_shard(prefix, self.made_from):
             return finished
         about = DatasetShardInfo(number=shard.number, of=shard.of, made_from=self.made_from)
-        with record_failure(prefix):
+        with record_shard_failure(prefix):
             sources = select_shard_sources(self.sources, shard, self.json_key)
             return self.build_dataset(prefix, sources, f"{self.made_from} {shard}", workers, about)
 
@@ -395,7 +395,7 @@ def _build_by_engine(job: PreprocessJob, engine: EngineName, count: int | None, 
     if info is None:
         raise DataError(f"{job.whole}: finished shards are missing", hint="run one command at a time on this --output")
     if info.chat is not None:
-        log_chat_notes(info.chat.notes)
+        log_chat_warnings(info.chat.notes)
     return info
 
 
@@ -419,7 +419,7 @@ def _log_result(info: DatasetInfo, output: DatasetOutput, tokenizer: Tokenizer) 
     if info.chat is not None and info.chat.cut:
         logger.warning("%d answers were truncated to %d tokens", info.chat.cut, info.chat.max_length)
     if info.chat is not None:
-        log_chat_notes(info.chat.notes)
+        log_chat_warnings(info.chat.notes)
     if output.done.ends and tokenizer.extension is None:
         logger.warning(
             "%d documents spell the end token %r as text; pass --parse-special-tokens to encode it as the token",

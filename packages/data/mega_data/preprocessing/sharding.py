@@ -30,7 +30,7 @@ from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
 from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format, no_text_error
 from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_first_bytes
-from mega_data.token_files.dataset_commit import finish_commit
+from mega_data.token_files.dataset_commit import finish_interrupted_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -123,7 +123,7 @@ def _find_line_start(stream: io.BufferedReader, at: int) -> int:
 
 
 @contextlib.contextmanager
-def record_failure(prefix: Path) -> Iterator[None]:
+def record_shard_failure(prefix: Path) -> Iterator[None]:
     """Context manager for code that builds a shard, which records an error of that code.
     It writes the error to `PREFIX.failed` and raises it again, and removes that file after success.
     """
@@ -144,7 +144,7 @@ def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
     """Return the description of the shard's data set at `prefix` if it is complete and current, else None.
     Current means built from the inputs and settings with digest `made_from`.
     """
-    info = read_dataset_info(prefix) if finish_commit(prefix) or get_idx_path(prefix).exists() else None
+    info = read_dataset_info(prefix) if finish_interrupted_commit(prefix) or get_idx_path(prefix).exists() else None
     return info if info and info.shard and info.shard.made_from == made_from else None
 
 

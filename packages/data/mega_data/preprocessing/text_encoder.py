@@ -116,7 +116,7 @@ def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> No
         part = spellings[start : start + SPELLINGS_AT_ONCE]
         texts = [form.format(token) for token in part for form in SPELLED]
         try:
-            arrays = encoder.encode_unchecked(texts, np.int64)
+            arrays = encoder.encode_with_fastokens(texts, np.int64)
         except EncoderMismatch:
             arrays = [np.full(1, -1)] * len(texts)
         for number, (fast, reference) in enumerate(zip(arrays, tokenizer.encode_batch(texts, np.int64), strict=True)):
@@ -143,7 +143,7 @@ class ComparedFastEncoder:
         Raises:
             EncoderMismatch: at a text that fails, or that `tokenizers` encodes differently.
         """
-        arrays = self.encode_unchecked(texts, dtype)
+        arrays = self.encode_with_fastokens(texts, dtype)
         for index, text in enumerate(texts):
             self.encoded += len(text)
             if self.compared < COMPARED_FIRST + self.encoded // COMPARED_PART:
@@ -152,7 +152,7 @@ class ComparedFastEncoder:
                     raise EncoderMismatch(index)
         return arrays
 
-    def encode_unchecked(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
+    def encode_with_fastokens(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
         """Return the token ids of each text by fastokens, as arrays of `dtype`, without comparison with `tokenizers`.
 
         Raises:

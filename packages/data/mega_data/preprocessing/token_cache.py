@@ -23,7 +23,7 @@ from mega_common.errors import DataError
 from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.chat.chat_records import detect_record_form
 from mega_data.data_config import DataConfig, DatasetSource
-from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest, read_stream_digest
+from mega_data.preprocessing.content_digest import compute_content_digest, compute_stream_digest, digest_tokenizer_files
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, count_usable_cores
 from mega_data.preprocessing.token_stream import TokenStream
 from mega_data.raw_data_config import LABELED_KINDS, RECORD_KINDS, RawDataConfig
@@ -162,9 +162,9 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
         raw.parse_special_tokens,
     ]  # fmt: skip
     streamed = config.is_streamed(source)
-    content: list[Any] = [read_stream_digest(sources, cache), config.block_tokens] if streamed else []
+    content: list[Any] = [compute_stream_digest(sources, cache), config.block_tokens] if streamed else []
     key = hashlib.sha256(
-        json.dumps([digests.files, settings, content or read_content_digest(sources, cache)]).encode()
+        json.dumps([digests.files, settings, content or compute_content_digest(sources, cache)]).encode()
     ).hexdigest()
     name = _choose_name(source)
     folder = cache / f"{name}-{key[:16]}{'.stream' if streamed else ''}"

@@ -188,7 +188,7 @@ class TokenStream:
                     self._job.sources, InputShard(number, self.num_shards), self._job.json_key
                 )
                 done = PreprocessProgress("", source=source, items=items)
-                reading = self._job.open_reader(sources, done, bar, output)
+                reading = self._job.open_document_reader(sources, done, bar, output)
                 encoded = self._job.encode_documents(reading, self._job.tokenizer, output, self._workers)
                 with contextlib.closing(encoded):
                     for batch, documents in encoded:

@@ -88,7 +88,7 @@ class CorpusSource:
         return bool(self.changed)
 
 
-class HubName(NamedTuple):
+class HubDatasetName(NamedTuple):
     """Parts of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`; absent parts are ""."""
 
     repository: str
@@ -133,13 +133,13 @@ def find_corpus_sources(
     return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
-def split_hub_dataset_name(name: str) -> HubName:
+def split_hub_dataset_name(name: str) -> HubDatasetName:
     """Return the parts of `hf:NAME[:CONFIG][@SPLIT]`; a folder's name may contain a colon."""
     whole, _, split = name.removeprefix(HUB).partition("@")
     if Path(whole).is_dir() or ":" not in whole:
-        return HubName(whole, "", split)
+        return HubDatasetName(whole, "", split)
     repository, _, config = whole.rpartition(":")
-    return HubName(repository, config, split)
+    return HubDatasetName(repository, config, split)
 
 
 def no_column_error(name: str, key: str, columns: str) -> DataError:
@@ -184,7 +184,7 @@ def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[Corp
 
 def _list_objects(url: RemotePath, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     """Return an object, the objects that a glob matches, or all objects below a URL, with the rules of a folder."""
-    stamps = url.match_objects()
+    stamps = url.glob_object_versions()
     if not stamps:
         raise DataError(f"{url}: no object has this name, is below it or matches it")
     folder = not glob.has_magic(url) and list(stamps) != [url]

@@ -45,7 +45,7 @@ DENSE_RATIO = 100  # compression ratio above which rows are converted one at a t
 MAX_GROUP_BYTES = 1 << 30  # decompressed size of a row group with a higher compression ratio
 
 
-def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
+def read_parquet_documents(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
     """Yield the documents of a Parquet file, with the text in column `key`.
     `whole` attaches all columns of the row as the document's record.
 
@@ -133,7 +133,7 @@ def _list_columns(columns: Iterable[Any], is_struct: Callable[[Any], bool], pref
 SEPARATORS = re.compile(r"[ \t\r\n,\[\]]*")  # between objects, in an array or not
 
 
-def read_json_lines(
+def read_json_lines_documents(
     stream: io.BufferedReader,
     source: CorpusSource,
     key: str,
@@ -254,7 +254,7 @@ def _join_blocks(parts: Iterator[str]) -> str:
     return "".join(blocks)
 
 
-def read_json_values(
+def read_json_documents(
     stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool, folder: Path | None
 ) -> DocumentStream:
     """Yield one document per JSON object of a file, with the text under `key`.

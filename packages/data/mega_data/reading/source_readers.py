@@ -23,7 +23,7 @@ from mega_data.reading.corpus_sources import (
     WHOLE,
     CorpusSource,
     FileFormat,
-    HubName,
+    HubDatasetName,
     SkippedFiles,
     detect_format,
     find_corpus_sources,
@@ -55,7 +55,7 @@ from mega_data.reading.documents import (
     iterate_blocks,
     reject_damaged_rest,
 )
-from mega_data.reading.record_readers import read_json_lines, read_json_values, read_parquet
+from mega_data.reading.record_readers import read_json_documents, read_json_lines_documents, read_parquet_documents
 
 
 def read_documents(
@@ -89,7 +89,7 @@ def read_documents(
         if source.kind == "datasets":
             yield from _read_datasets(source, json_key, whole)
         else:
-            yield from read_parquet(source, json_key, advance, whole)
+            yield from read_parquet_documents(source, json_key, advance, whole)
         return
     with open_decompressed(source.name, advance) as stream:
         try:
@@ -100,11 +100,11 @@ def read_documents(
         kind = source.kind or detect_format(begin, json_key, Path(source.name))
         on_kind(kind)
         if kind == "parquet":
-            yield from read_parquet(source, json_key, advance, whole)
+            yield from read_parquet_documents(source, json_key, advance, whole)
         elif kind == "jsonl":
-            yield from read_json_lines(stream, source, json_key, on_lines, whole, folder)
+            yield from read_json_lines_documents(stream, source, json_key, on_lines, whole, folder)
         elif kind == "json":
-            yield from read_json_values(stream, source, json_key, whole, folder)
+            yield from read_json_documents(stream, source, json_key, whole, folder)
         elif kind == "text":
             yield from _read_text(stream, source, folder)
         else:
@@ -209,7 +209,7 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
         ) from error
 
 
-def _load_datasets(datasets: Any, name: HubName) -> Iterable[dict[str, Any]]:
+def _load_datasets(datasets: Any, name: HubDatasetName) -> Iterable[dict[str, Any]]:
     folder, split = Path(name.repository), name.split or "train"
     if not name.config and any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
         loaded: Any = datasets.load_from_disk(name.repository)

@@ -180,7 +180,7 @@ class DatasetReport:
     ngrams: dict[int, list[FrequentNgram]]
 
 
-def write_html_report(
+def write_dataset_html_report(
     paths: Sequence[Path], output: Path, *, tokenizer: Tokenizer | None = None, samples: int = 4
 ) -> dict[str, Any]:
     """Write an HTML report on data sets (or `mega data clean` folders) to `output`.

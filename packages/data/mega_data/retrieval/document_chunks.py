@@ -129,7 +129,7 @@ class NeighborLeakFilter:
         documents = np.repeat(np.arange(data.reader.documents), np.diff(data.starts))
         self._keys = np.sort(_document_content_keys(documents, hashes)[hashes > 0])
 
-    def select_allowed(self, numbers: Ints, candidates: Ints) -> Bools:
+    def mask_allowed_candidates(self, numbers: Ints, candidates: Ints) -> Bools:
         """Return a mask of the retrieval candidates that may be neighbors of chunks without leaking labels.
         The candidates are in the database, the chunks are the data chunks `numbers`; the result is bool [n, c].
 

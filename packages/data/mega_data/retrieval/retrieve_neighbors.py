@@ -306,7 +306,7 @@ class _RetrievalRun:
                 vectors = np.concatenate(list(self._queries.iterate_blocks(span.start, span.stop)))
 
                 def allowed(rows: Any, found: Any, first: int = span.start) -> Any:
-                    return leak_filter.select_allowed(first + rows, found)
+                    return leak_filter.mask_allowed_candidates(first + rows, found)
 
                 self._found.write_shard(span.start, index.search_nearest(vectors, self.search.neighbors, allowed))
                 bar.advance(len(span))

@@ -215,7 +215,11 @@ def find_matching_prefixes(source: DatasetSource) -> list[Path]:
     if not source.is_glob or get_idx_path(source.path).exists():
         return [strip_data_suffix(source.path)]
     pattern = parse_location(restore_url_slashes(strip_data_suffix(source.path)) + ".idx")
-    names = pattern.match_objects() if isinstance(pattern, RemotePath) else sorted(glob(str(pattern), recursive=True))
+    names = (
+        pattern.glob_object_versions()
+        if isinstance(pattern, RemotePath)
+        else sorted(glob(str(pattern), recursive=True))
+    )
     prefixes = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
     if not prefixes:
         raise DataError(f"{source.path}: no data set matches", hint="write the glob without .bin and .idx")

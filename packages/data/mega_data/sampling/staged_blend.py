@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_data.data_config import BlendStart, DataConfig, lookup_curriculum_weight
+from mega_data.data_config import BlendRestartPoint, DataConfig, lookup_curriculum_weight
 from mega_data.sampling.dataset_parts import DatasetPart, find_matching_prefixes
 from mega_data.sampling.weighted_blend import StableBlend
 
@@ -146,7 +146,7 @@ def build_training_blend(
     """Return the blend of the training split for sample orders other than `megatron`.
     `limits` are maximum numbers of samples per data set, None for no limit.
     """
-    begun = config.begun or BlendStart(samples=0, read={})
+    begun = config.begun or BlendRestartPoint(samples=0, read={})
     weights = compute_blend_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
     read = [begun.read.get(name, 0) for name in number_repeated_paths(part.name for part in parts)]
     if config.begun is None and len(weights) == 1 and all(weights[0][1]) and not any(limits):
@@ -212,9 +212,9 @@ def resume_data_config(
     before = dict(read) if read is not None else _count_weighted_samples(previous, consumed)
     if _blend_key(previous) == _blend_key(config) and [*map(_get_file_name, before)] == [*map(_get_file_name, names)]:
         start = previous.begun
-        begun = start and BlendStart(samples=start.samples, read=_match_read_counts(start.read, names))
+        begun = start and BlendRestartPoint(samples=start.samples, read=_match_read_counts(start.read, names))
     else:
-        begun = BlendStart(samples=consumed, read=_match_read_counts(before, names))
+        begun = BlendRestartPoint(samples=consumed, read=_match_read_counts(before, names))
         logger.info(
             "the blend changes at sample %d: %s",
             consumed,

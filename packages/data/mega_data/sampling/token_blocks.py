@@ -32,7 +32,7 @@ class OpenedDocumentBlock:
     end: BlockPosition | None
 
 
-class BlockSource(Protocol):
+class DataBlockSource(Protocol):
     """Interface of the blocks of a data set, in the order of its documents."""
 
     @property

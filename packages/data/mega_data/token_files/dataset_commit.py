@@ -22,8 +22,8 @@ from mega_data.token_files.partial_folder import (
     convert_write_errors_to_data_error,
     get_partial_folder,
     lock_partial_folder,
+    move_files_durably,
     remove_partial_folder,
-    rename_files,
 )
 
 READY = "ready.json"
@@ -31,11 +31,11 @@ READY = "ready.json"
 
 def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
     """Commit a written data set: rename its complete files to their final names, and release the writer.
-    After a kill, `finish_commit` completes this and returns `made_from`, a digest of the inputs. `obsolete` files are
+    After a kill, `finish_interrupted_commit` completes this and returns `made_from`, a digest of the inputs. `obsolete` files are
     removed after the renames.
 
     Raises:
-        DataError: if a file cannot be written or renamed; nothing is lost, and `finish_commit` completes the commit.
+        DataError: if a file cannot be written or renamed; nothing is lost, and `finish_interrupted_commit` completes the commit.
     """
     with convert_write_errors_to_data_error(writer.prefix):
         write_json_atomically(
@@ -47,7 +47,7 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
             writer.release_lock()
 
 
-def finish_commit(prefix: Path) -> str | None:
+def finish_interrupted_commit(prefix: Path) -> str | None:
     """Finish the renames of a run that was killed during `commit_dataset`.
     Returns the digest of that run's inputs (`made_from`), or None if there was none to finish.
 
@@ -92,7 +92,7 @@ def _rename_committed(prefix: Path) -> str:
         "quarantine.jsonl": get_quarantine_path(prefix),
         "info": get_info_path(prefix),
     }
-    rename_files(folder, {"bin": get_bin_path(prefix), **companions, "idx": get_idx_path(prefix)})
+    move_files_durably(folder, {"bin": get_bin_path(prefix), **companions, "idx": get_idx_path(prefix)})
     for name in note["obsolete"]:
         Path(name).unlink(missing_ok=True)
     remove_partial_folder(folder, last=[READY])

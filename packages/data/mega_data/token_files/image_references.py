@@ -41,7 +41,7 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
             raise DataError(f"{reader.prefix}: has images, and cannot be {verb}", hint=hint)
 
 
-def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
+def encode_image_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
     """Return the image references of one document as `PREFIX.images` stores them.
     They are JSON bytes, uint8 [bytes]; `tokens` are the numbers of placeholders per image if they differ.
     """
@@ -75,7 +75,7 @@ class ImageReferences:
         """Fingerprint of the image references, without the contents of the image files."""
         return self._open_reader.fingerprint
 
-    def get_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
+    def get_image_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
         """Return the image references of a document and the number of placeholders of each image.
         The document has the number `document`. The numbers of placeholders are None if they do not differ.
         """

@@ -32,8 +32,8 @@ from mega_data.token_files.partial_folder import (
     convert_write_errors_to_data_error,
     get_partial_folder,
     lock_partial_folder,
+    move_files_durably,
     remove_partial_folder,
-    rename_files,
 )
 
 
@@ -56,7 +56,7 @@ class IndexedWriter:
     An error in the context discards everything that `sync_to_disk` has not made durable. An existing data set of the
     same name stays until the new one is complete on disk; a kill during the renames leaves the old one, the new one or
     no `.idx`, never a mixture. The next writer removes partial files of a killed one, or with `resume` keeps them for
-    `resume_after`. With `wait`, wait for another writer of the same data set instead of raising.
+    `resume_after_documents`. With `wait`, wait for another writer of the same data set instead of raising.
 
     With `masked`, one byte per token is written to `PREFIX.mask.bin` and `.idx`.
 
@@ -111,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Flush everything added so far to disk, so that `resume_after` of a later writer can continue from there."""
+        """Flush everything added so far to disk, so that `resume_after_documents` of a later writer can continue from there."""
         with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
@@ -123,7 +123,7 @@ class IndexedWriter:
             fsync_directory(self.folder)
         self._durable = True
 
-    def resume_after(self, documents: int) -> Tokens:
+    def resume_after_documents(self, documents: int) -> Tokens:
         """Continue the partial files of an interrupted run after its first `documents` documents.
         The rest is cut off. Returns the tokens of these documents.
 
@@ -228,7 +228,7 @@ class IndexedWriter:
             self.finish_files()
             with convert_write_errors_to_data_error(self.prefix):
                 remove_earlier_index(self.prefix)
-                rename_files(
+                move_files_durably(
                     self.folder,
                     {
                         "bin": get_bin_path(self.prefix),

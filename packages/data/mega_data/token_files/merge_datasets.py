@@ -9,7 +9,7 @@ from pathlib import Path
 from mega_common.atomic_files import compute_file_sha256
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
-from mega_data.token_files.dataset_commit import commit_dataset, finish_commit
+from mega_data.token_files.dataset_commit import commit_dataset, finish_interrupted_commit
 from mega_data.token_files.dataset_info import (
     ChatInfo,
     DatasetInfo,
@@ -47,7 +47,7 @@ def merge_datasets(
         DataError: if a data set is damaged, two differ in these settings, or the output exists.
     """
     output = strip_data_suffix(Path(output))
-    finish_commit(output)
+    finish_interrupted_commit(output)
     check_output_prefix(output, overwrite)
     raise_open_files_limit(2 * len(prefixes))
     readers = [IndexedReader(Path(prefix)) for prefix in prefixes]

@@ -81,7 +81,7 @@ def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
         folder.rmdir()
 
 
-def rename_files(folder: Path, names: Mapping[str, Path]) -> None:
+def move_files_durably(folder: Path, names: Mapping[str, Path]) -> None:
     """Move files of `folder` to their final paths in the order of `names`, each durably before the next.
     `names` maps a name in the folder to its final path. Missing files are skipped.
     """

@@ -27,7 +27,7 @@ from mega_data.token_files.partial_folder import (
     convert_write_errors_to_data_error,
     get_partial_folder,
     hold_partial_folder,
-    rename_files,
+    move_files_durably,
 )
 
 BLOCK = 1 << 23  # bytes
@@ -57,7 +57,9 @@ def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
     if not isinstance(remote, RemotePath):
         return remote
     remote = RemotePath(re.sub(r"\.(bin|idx)$", "", remote))
-    stamps = {name: stamp for name in SUFFIXES for stamp in RemotePath(f"{remote}.{name}").match_objects().values()}
+    stamps = {
+        name: stamp for name in SUFFIXES for stamp in RemotePath(f"{remote}.{name}").glob_object_versions().values()
+    }
     for name in ("idx", "bin"):
         if name not in stamps:
             raise DataError(f"{remote}.{name}: no such object")
@@ -91,7 +93,7 @@ def _download_dataset(remote: RemotePath, stamps: Mapping[str, ObjectVersion], l
             for name, stamp in stamps.items():
                 if not _add_suffix(local, name).exists():  # else another process has downloaded it meanwhile
                     _download_rest(RemotePath(f"{remote}.{name}"), folder / name, stamp.size, bar)
-        rename_files(folder, {name: _add_suffix(local, name) for name in stamps})
+        move_files_durably(folder, {name: _add_suffix(local, name) for name in stamps})
 
 
 def _download_rest(source: RemotePath, target: Path, size: int, bar: ProgressBar) -> None:

@@ -76,7 +76,7 @@ class ChoiceDelta:
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def append_part(self, more: ChoiceDelta) -> None:
+    def append_delta(self, more: ChoiceDelta) -> None:
         """Append the content of `more`, which follows in the same choice of an answer, in place."""
         self.text += more.text
         self.reasoning += more.reasoning
@@ -173,7 +173,7 @@ class TokenTextOffsets:
 
 
 @dataclass
-class CompletionFormat:
+class CompletionAnswerFormat:
     """Format of the JSON answers of /v1/completions."""
 
     vocabulary: Vocabulary
@@ -210,7 +210,7 @@ class CompletionFormat:
 
 
 @dataclass
-class ChatFormat:
+class ChatAnswerFormat:
     """Format of the JSON answers of /v1/chat/completions."""
 
     vocabulary: Vocabulary
@@ -316,7 +316,7 @@ class AnswerBuilder:
             if part.begins:
                 choices[part.choice] = part
             else:
-                choices[part.choice].append_part(part)
+                choices[part.choice].append_delta(part)
         ready = [self.form.format_choice(choices[number]) for number in sorted(choices)]
         return self._format_body(self.form.whole, ready, usage=self.usage.format_usage())
 

@@ -55,7 +55,7 @@ class ModelOutputSyntax:
         reasoning = frozenset(specials[mark] for mark in self.reasoning or () if mark in specials)
         return self.format.list_special_marks(specials) | reasoning
 
-    def show_marks(self, limits: GenerationLimits, specials: Mapping[str, int]) -> GenerationLimits:
+    def keep_marker_tokens_in_text(self, limits: GenerationLimits, specials: Mapping[str, int]) -> GenerationLimits:
         """Return limits with which the text has the special tokens that mark calls and reasoning.
         Other special tokens stay hidden; `limits` that show all special tokens are returned unchanged.
         """
@@ -109,7 +109,7 @@ class ModelOutputParser:
 
     def _skip_opening(self, begin: str) -> Waits:
         """Drop the mark that opens reasoning, after white space; return whether it was there."""
-        text = yield from self._text.wait_past_space()
+        text = yield from self._text.peek_past_whitespace()
         space, self._text.unread = self._text.unread[: len(self._text.unread) - len(text)], text
         found = yield from self._text.skip_mark(begin)
         self._text.unread = self._text.unread if found else space + self._text.unread
@@ -132,7 +132,7 @@ class ModelOutputParser:
         return [ParsedAnswerDelta(delta.kind, shown)] if shown and (self._keep or delta.kind == "content") else []
 
 
-async def parse_answer_parts(
+async def parse_reasoning_and_tool_calls(
     parts: AsyncIterator[ChoiceDelta],
     make_parser: Callable[[], ModelOutputParser],
     make_call_id: Callable[[str, int], str],

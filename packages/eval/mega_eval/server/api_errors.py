@@ -73,7 +73,7 @@ class ApiRequestError(Exception):
         return Response(json.dumps(body), self.status, headers, media_type="application/json")
 
 
-def check_unicode(text: str) -> None:
+def reject_lone_surrogates(text: str) -> None:
     """Raise ApiRequestError for a text with lone surrogates."""
     try:
         text.encode()

@@ -85,7 +85,7 @@ def _add_answer_routes(app: FastAPI, models: ServedModels) -> None:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer in a conversation, in the form of Anthropic's API."""
         service = models.find_service(body.model)
-        return await _send_answer(request, lambda: service.start_message(body), body.stream, None)
+        return await _send_answer(request, lambda: service.start_messages_answer(body), body.stream, None)
 
     @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
     async def count_message_tokens(body: CountTokensRequest) -> dict[str, int]:
@@ -203,7 +203,7 @@ def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """List the models and their adapters, each as a model."""
-        return {"object": "list", "data": [make_model_card(name) for name in models.list_names()]}
+        return {"object": "list", "data": [make_model_card(name) for name in models.list_model_names()]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model_card(name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mega_common.errors import DataError
-from mega_eval.server.tool_formats import ToolFormat, is_text_schema
+from mega_eval.server.tool_formats import ToolFormat, is_string_schema
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})  # of JSON schema
@@ -55,7 +55,7 @@ class LarkGrammarBuilder:
         found = [f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts]
         return " ".join(found) or '""'
 
-    def add_text_without(self, mark: str, *, bare_json: bool = True) -> str:
+    def add_text_rule_without(self, mark: str, *, bare_json: bool = True) -> str:
         """Add a rule of any text in which `mark` is not spelled out, and return its name.
         With `bare_json` False the text does not begin with an object or a list, which may be a call.
         """
@@ -63,29 +63,29 @@ class LarkGrammarBuilder:
         self.rules.append(f"{text}: {ANY_TEXT if bare_json else NO_BARE_JSON} & ~/(?s:.*){re.escape(mark)}(?s:.*)/")
         return self.add_rule(text)
 
-    def add_text_until(self, mark: str, *, bare_json: bool = True) -> str:
+    def add_text_rule_until(self, mark: str, *, bare_json: bool = True) -> str:
         """Add a rule of any text up to the first `mark`, included, and return its name.
         With `bare_json` False the text does not begin with an object or a list, which may be a call.
         """
         if mark in self.specials:
-            return self.add_rule(f"{self.add_text_without(mark, bare_json=bare_json)} {self.write_literal(mark)}")
+            return self.add_rule(f"{self.add_text_rule_without(mark, bare_json=bare_json)} {self.write_literal(mark)}")
         return self.add_rule(f"{ANY_TEXT if bare_json else NO_BARE_JSON} {json.dumps(mark)}", "[lazy]")
 
-    def add_json(self, schema: Mapping[str, Any]) -> str:
+    def add_json_schema_rule(self, schema: Mapping[str, Any]) -> str:
         """Add a rule of JSON that follows a schema, with at most one space between tokens; return its name."""
         spaced = {**schema, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"}}
         return self.add_rule(f"%json {json.dumps(spaced)}")
 
-    def add_call(self, form: ToolFormat, tool: CallableTool) -> str:
+    def add_tool_call_rule(self, form: ToolFormat, tool: CallableTool) -> str:
         """Add a rule of one call of a tool, without the opening of the format, and return its name."""
         before, after = (text.replace("NAME", tool.name) for text in form.call)
         if form.argument is None:
-            arguments = self.add_json({"type": "object"} if tool.schema is None else tool.schema)
+            arguments = self.add_json_schema_rule({"type": "object"} if tool.schema is None else tool.schema)
         elif tool.schema is None:
             arguments = self._add_any_arguments(form.argument)
         else:
             arguments = self._add_arguments(form.argument, tool.name, tool.schema)
-        opening = find_opening(form, self.specials)
+        opening = find_tool_call_opening(form, self.specials)
         parts = [before.removeprefix(opening), arguments, after]
         return self.add_rule(
             " ".join(part if part is arguments else self.write_literal(part) for part in parts if part)
@@ -94,7 +94,7 @@ class LarkGrammarBuilder:
     def _add_any_arguments(self, marks: tuple[str, str]) -> str:
         """Add a rule of arguments of any names and values that each have a start and an end mark."""
         before, _, after = marks[0].partition("KEY")
-        value = self.add_text_until(marks[1])
+        value = self.add_text_rule_until(marks[1])
         one = self.add_rule(f"{self.write_literal(before)} {ANY_KEY} {self.write_literal(after)} {value}")
         return self.add_rule(f"{one}*")
 
@@ -118,9 +118,9 @@ class LarkGrammarBuilder:
 
     def _add_value(self, tool: str, key: str, wanted: Any, end: str, shared: Mapping[str, Any]) -> str:
         """Add a rule of one value up to its end mark: raw text if the schema says so, else JSON."""
-        if not is_text_schema(wanted):
+        if not is_string_schema(wanted):
             schema = {**wanted, **shared} if isinstance(wanted, dict) else {}
-            return self.add_rule(f"{self.add_json(schema)} {self.write_literal(end)}")
+            return self.add_rule(f"{self.add_json_schema_rule(schema)} {self.write_literal(end)}")
         unknown = sorted(wanted.keys() - TEXT_KEYWORDS - ANNOTATIONS)
         if unknown:
             raise DataError(
@@ -134,7 +134,7 @@ class LarkGrammarBuilder:
         return self.add_rule(f"{text} {json.dumps(end)}", "[lazy]")
 
 
-def find_opening(form: ToolFormat, specials: Mapping[str, int]) -> str:
+def find_tool_call_opening(form: ToolFormat, specials: Mapping[str, int]) -> str:
     """Return the text that begins a call in a format, and no other text: a special token, a tag, or a brace."""
     tag = re.match(r"<[^>]*>|\[TOOL_CALLS\]|\{", form.call[0])
     assert tag is not None
@@ -162,22 +162,22 @@ def build_tool_call_grammar(
         DataError: for a schema that the format cannot express.
     """
     writer = LarkGrammarBuilder(specials)
-    call = writer.add_rule(" | ".join(writer.add_call(form, tool) for tool in tools))
-    opening = find_opening(form, specials)
+    call = writer.add_rule(" | ".join(writer.add_tool_call_rule(form, tool) for tool in tools))
+    opening = find_tool_call_opening(form, specials)
     literal = writer.write_literal(opening)
     start = f"{literal} {call}"
     if form.name == "harmony":
         reasoning = _add_analysis(writer)
         final = writer.write_literal("<|channel|>final<|message|>")
-        said = writer.add_rule(f"{final} {writer.add_text_without('<|start|>')}")
+        said = writer.add_rule(f"{final} {writer.add_text_rule_without('<|start|>')}")
         start = f"{reasoning}? {start}" if required else f"{reasoning}? ({start} | {said})"
     elif not required:
         bare = form.name not in ("hermes", "llama3")  # their calls may be the JSON that an answer begins with
         if opening == "{":
             text, before = writer.add_rule(NO_BARE_JSON), literal
         else:
-            text = writer.add_text_without(opening, bare_json=bare)
-            before = writer.add_text_until(opening, bare_json=bare)
+            text = writer.add_text_rule_without(opening, bare_json=bare)
+            before = writer.add_text_rule_until(opening, bare_json=bare)
         start = f"{text} | {before} {call}"
     if reasoning_end is not None:
         start = f"{_add_reasoning(writer, reasoning_end)} ({start})"
@@ -196,7 +196,7 @@ def build_answer_grammar(
         reasoning_end: mark that ends reasoning that the prompt has opened; None for answers on channels (GPT-OSS).
     """
     writer = LarkGrammarBuilder(specials)
-    content = writer.add_json(json.loads(schema))
+    content = writer.add_json_schema_rule(json.loads(schema))
     if reasoning_end is None:
         final = writer.write_literal("<|channel|>final<|message|>")
         start = f"{_add_analysis(writer)}? {final} {content}"
@@ -213,5 +213,5 @@ def _add_analysis(writer: LarkGrammarBuilder) -> str:
 
 def _add_reasoning(writer: LarkGrammarBuilder, end: str) -> str:
     """Add a rule of the rest of reasoning up to its `end` and the white space after it."""
-    before, space = writer.add_text_until(end), writer.add_rule(r"/[ \n]{0,2}/")
+    before, space = writer.add_text_rule_until(end), writer.add_rule(r"/[ \n]{0,2}/")
     return f"{before} {space}"

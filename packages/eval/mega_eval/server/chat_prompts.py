@@ -80,15 +80,15 @@ class ChatPromptRenderer:
         Raises:
             DataError: for tools whose schema the call format cannot express.
         """
-        syntax, schema = self.syntax, body.resolve_constraint()
+        syntax, schema = self.syntax, body.get_grammar_constraint()
         if body.separate_reasoning is False:
             syntax = replace(syntax, reasoning=None)
         opened = syntax.begins_in_reasoning(prompt)
         tools = [tool.function for tool in body.list_callable_tools()]
         end = syntax.reasoning[1] if opened and syntax.reasoning is not None else None
         grammar = schema
-        if body.constrains_calls():
-            strict = body.requires_call()
+        if body.constrains_tool_calls():
+            strict = body.requires_tool_call()
             callable_tools = [
                 CallableTool(tool.name, (tool.parameters or NO_ARGUMENTS) if strict or tool.strict else None)
                 for tool in tools

@@ -42,7 +42,7 @@ class ConnectionLimits:
     count: int = 1024
 
 
-class LimitedProtocol(H11Protocol):
+class LimitedHttpProtocol(H11Protocol):
     """Server side of one HTTP/1.1 connection, which is closed if it waits too long for its client or too many are open."""
 
     bounds = ConnectionLimits()
@@ -69,7 +69,7 @@ class LimitedProtocol(H11Protocol):
         The closed connection is another one that waits for its client, or else this one.
         """
         super().connection_made(transport)
-        open_ones = [one for one in self.connections if isinstance(one, LimitedProtocol) and not one._closed]
+        open_ones = [one for one in self.connections if isinstance(one, LimitedHttpProtocol) and not one._closed]
         if len(open_ones) > self.bounds.count:
             select_connection_to_close(open_ones).close_connection()
 
@@ -101,7 +101,7 @@ class LimitedProtocol(H11Protocol):
             self.close_connection()
 
 
-def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> LimitedProtocol:
+def select_connection_to_close(connections: Iterable[LimitedHttpProtocol]) -> LimitedHttpProtocol:
     """Return the connection to close to make room for a new one.
     It is the oldest waiting connection of the client with the most waiting connections.
 
@@ -115,9 +115,9 @@ def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> Limite
     return next(one for one in ordered if one.is_waiting and one.client_address == most)
 
 
-def make_protocol_class(bounds: ConnectionLimits) -> type[LimitedProtocol]:
-    """Return a subclass of `LimitedProtocol` with given connection limits, for uvicorn's `http` option."""
-    return type("BoundedProtocol", (LimitedProtocol,), {"bounds": bounds})
+def make_http_protocol_class(bounds: ConnectionLimits) -> type[LimitedHttpProtocol]:
+    """Return a subclass of `LimitedHttpProtocol` with given connection limits, for uvicorn's `http` option."""
+    return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds})
 
 
 def count_available_connections(requested: int) -> int:

@@ -23,7 +23,7 @@ from mega_eval.sentence_transformers_folder import (
     log_sentence_transformers_settings,
     read_sentence_transformers_folder,
 )
-from mega_eval.server.api_errors import ApiRequestError, check_unicode
+from mega_eval.server.api_errors import ApiRequestError, reject_lone_surrogates
 from mega_eval.server.request_schemas import RequestBody
 from mega_eval.server.request_validation import Many, TokenId, make_union_validator
 from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
@@ -126,7 +126,7 @@ def make_served_embedder(
     return ServedEmbedder(TextEmbedder(model, tokenizer, settings), adapters, found is not None, pooled.shape[1])
 
 
-def encode_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, max_length: int) -> list[int]:
+def encode_embedding_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, max_length: int) -> list[int]:
     """Return the tokens of a text to embed, at most `max_length`.
 
     Raises:
@@ -138,7 +138,7 @@ def encode_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, m
         message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
         raise ApiRequestError(400, message, param="input")
     if isinstance(text, str):
-        check_unicode(text)
+        reject_lone_surrogates(text)
         text = embedder.encode_text(text, prompt)
     most = min(max_length, embedder.texts.model.config.max_position)
     if embedder.declared:
@@ -155,7 +155,7 @@ def encode_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, m
     return text
 
 
-def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+def split_into_token_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     """Split texts, in their order, into batches of at most `BATCH_TOKENS` tokens; a longer text is a batch of its own."""
     batch: list[Sequence[int]] = []
     for text in texts:

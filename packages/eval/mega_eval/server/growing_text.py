@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple
 
-from mega_eval.text_stream import measure_stop_overlap
+from mega_eval.text_stream import measure_partial_stop_match
 
 LONGEST_MATCH = 1000  # characters of a text that patterns are matched with, each time it grows
 
@@ -38,7 +38,7 @@ class JsonScanner:
         self._depth = 0
         self._quoted = self._escaped = False
 
-    def find_end(self, text: str, begin: int = 0) -> int | None:
+    def find_json_end(self, text: str, begin: int = 0) -> int | None:
         """Return the index after the bracket that closes the first one; None if it is not in the text.
         Only `text[begin:]`, which continues the text of the last call, is searched.
         """
@@ -75,15 +75,15 @@ class StreamingTextReader:
         text, self.unread = self.unread[:count], self.unread[count:]
         return text
 
-    def wait_past_space(self) -> Generator[None, None, str]:
+    def peek_past_whitespace(self) -> Generator[None, None, str]:
         """Wait for a character that is not white space; return the unread text from there, and leave all of it unread."""
         while not (text := self.unread.lstrip()) and not self.ended:
             yield None
         return text
 
-    def skip_space(self) -> Waits:
+    def skip_whitespace(self) -> Waits:
         """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
-        self.unread = yield from self.wait_past_space()
+        self.unread = yield from self.peek_past_whitespace()
         return bool(self.unread)
 
     def skip_mark(self, *marks: str) -> Waits:
@@ -101,7 +101,7 @@ class StreamingTextReader:
         Returns None if the text ends without a mark.
         """
         while (found := self._find_first(marks)) is None and not self.ended:
-            held = max((measure_stop_overlap(self.unread, mark) for mark in marks), default=0)
+            held = max((measure_partial_stop_match(self.unread, mark) for mark in marks), default=0)
             if ready := self.read(len(self.unread) - held):
                 yield ParsedAnswerDelta(kind, ready)
             yield None
@@ -139,7 +139,7 @@ class StreamingTextReader:
         while True:
             if len(self.unread) < LONGEST_MATCH and (found := accept(self.unread)):
                 return found
-            end = scanner.find_end(self.unread, scanned)
+            end = scanner.find_json_end(self.unread, scanned)
             if end is not None or self.ended:
                 return self.read(len(self.unread) if end is None else end)
             scanned = len(self.unread)
@@ -148,7 +148,7 @@ class StreamingTextReader:
     def stream_json(self) -> Deltas:
         """Yield the object that the unread text starts with as pieces of arguments."""
         scanner = JsonScanner()
-        while (end := scanner.find_end(self.unread)) is None and not self.ended:
+        while (end := scanner.find_json_end(self.unread)) is None and not self.ended:
             if self.unread:
                 yield ParsedAnswerDelta("arguments", self.read(len(self.unread)))
             yield None

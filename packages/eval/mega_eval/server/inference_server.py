@@ -23,9 +23,9 @@ from mega_eval.server.connection_limits import (
     ACCEPT,
     QUEUE,
     EventLoopErrorLogger,
-    LimitedProtocol,
+    LimitedHttpProtocol,
     count_available_connections,
-    make_protocol_class,
+    make_http_protocol_class,
 )
 from mega_eval.server.request_gate import ServerLimits
 from mega_eval.server.served_models import ServedModels
@@ -90,7 +90,7 @@ class InferenceServer(uvicorn.Server):
         )
         config = uvicorn.Config(
             _with_cors(self.gate, bounds.origins),
-            http=make_protocol_class(limits),
+            http=make_http_protocol_class(limits),
             ws="none",
             backlog=ACCEPT,
             log_config=None,
@@ -148,7 +148,7 @@ class InferenceServer(uvicorn.Server):
         """
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
-            if isinstance(connection, LimitedProtocol):
+            if isinstance(connection, LimitedHttpProtocol):
                 connection.close_if_timed_out(now)
         if self.gate.draining and not self.should_exit:
             late = time.monotonic() >= self._deadline

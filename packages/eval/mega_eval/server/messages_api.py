@@ -240,7 +240,7 @@ class MessagesAnswerBuilder:
             if whole is None:
                 whole = part
             else:
-                whole.append_part(part)
+                whole.append_delta(part)
         assert whole is not None
         content: list[dict[str, Any]] = []
         content += [{"type": "thinking", "thinking": whole.reasoning, "signature": ""}] if whole.reasoning else []

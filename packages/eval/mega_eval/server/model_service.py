@@ -23,22 +23,22 @@ from mega_eval.server.answer_formats import (
     AnswerBuilder,
     AnswerFormat,
     AnswerWriter,
-    ChatFormat,
-    CompletionFormat,
+    ChatAnswerFormat,
+    CompletionAnswerFormat,
     EchoedPrompt,
     TokenUsage,
     stream_answer_parts,
 )
-from mega_eval.server.answer_parser import ModelOutputSyntax, parse_answer_parts
-from mega_eval.server.api_errors import ApiRequestError, check_unicode
+from mega_eval.server.answer_parser import ModelOutputSyntax, parse_reasoning_and_tool_calls
+from mega_eval.server.api_errors import ApiRequestError, reject_lone_surrogates
 from mega_eval.server.chat_prompts import AnswerGrammarAndParser, ChatPromptRenderer
 from mega_eval.server.embeddings_api import (
     EmbeddingRequest,
     ServedEmbedder,
     Vectors,
-    encode_input,
+    encode_embedding_input,
     format_embeddings,
-    split_into_batches,
+    split_into_token_batches,
 )
 from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.messages_api import CountTokensRequest, MessagesAnswerBuilder, MessagesRequest
@@ -53,7 +53,7 @@ from mega_eval.server.rerank_api import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,
     RerankRequest,
-    format_ranking,
+    format_rerank_response,
     select_prompt_name,
 )
 from mega_eval.server.responses_api import ResponsesAnswerBuilder, ResponsesRequest
@@ -155,7 +155,7 @@ class ModelService:
             ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
             return ids
 
-        check_unicode(text)
+        reject_lone_surrogates(text)
         return await to_thread.run_sync(encode_in_thread, limiter=self._encoders)
 
     async def decode_tokens(self, tokens: Sequence[int]) -> str:
@@ -186,7 +186,7 @@ class ModelService:
         """Return the token ids of a rendered conversation, and its images without features."""
         if not pictures or self.vision is None:
             return await self.encode_text(text, special=False), None
-        check_unicode(text)
+        reject_lone_surrogates(text)
         prepared = await self._workers.prepare_images(pictures, self.vision)
         assemble = partial(assemble_image_prompt, text, prepared, self.vision, self.tokenizer, special=False)
         return await to_thread.run_sync(assemble, limiter=self._encoders)
@@ -213,15 +213,15 @@ class ModelService:
             echoes = [EchoedPrompt(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
         return await self._start_answer(
             body,
-            self._answer_builder(CompletionFormat(self.vocabulary), body.model),
+            self._answer_builder(CompletionAnswerFormat(self.vocabulary), body.model),
             prompts,
             echoes,
-            AnswerGrammarAndParser(body.resolve_constraint()),
+            AnswerGrammarAndParser(body.get_grammar_constraint()),
         )
 
     async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/chat/completions and return the answer in progress."""
-        return await self._start_chat(body, self._answer_builder(ChatFormat(self.vocabulary), body.model))
+        return await self._start_chat(body, self._answer_builder(ChatAnswerFormat(self.vocabulary), body.model))
 
     async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/responses and return the answer in progress."""
@@ -229,7 +229,7 @@ class ModelService:
             body.to_chat_request(), partial(ResponsesAnswerBuilder, body, body.model or self.name)
         )
 
-    async def start_message(self, body: MessagesRequest) -> RunningAnswer:
+    async def start_messages_answer(self, body: MessagesRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/messages and return the answer in progress."""
         return await self._start_chat(body.to_chat_request(), partial(MessagesAnswerBuilder, body.model or self.name))
 
@@ -266,8 +266,8 @@ class ModelService:
         embedder = self._find_embedder(body.model)
         query, one = await self._embed_texts(embedder, [body.query], select_prompt_name(embedder, QUERY_PROMPTS))
         name = select_prompt_name(embedder, DOCUMENT_PROMPTS)
-        documents, others = await self._embed_texts(embedder, body.list_texts(), name)
-        return format_ranking(body, query, documents, body.model or self.name, one + others)
+        documents, others = await self._embed_texts(embedder, body.list_document_texts(), name)
+        return format_rerank_response(body, query, documents, body.model or self.name, one + others)
 
     def _find_embedder(self, model: str | None) -> ServedEmbedder:
         """Return the embedder for the model name of a request."""
@@ -285,12 +285,14 @@ class ModelService:
         except DataError as error:
             raise ApiRequestError(400, error.message, param="prompt_name") from None
         texts = [
-            await to_thread.run_sync(encode_input, embedder, one, prompt, self.max_length, limiter=self._encoders)
+            await to_thread.run_sync(
+                encode_embedding_input, embedder, one, prompt, self.max_length, limiter=self._encoders
+            )
             for one in sources
         ]
         for text in texts:
             self._check_token_ids(text, "input")
-        batches = [partial(embedder, batch, prompt) for batch in split_into_batches(texts)]
+        batches = [partial(embedder, batch, prompt) for batch in split_into_token_batches(texts)]
         vectors = [await self.driver.run_in_engine_thread(batch) for batch in batches]
         tokens_read = sum(map(len, texts))
         self.metrics.record_tokens(tokens_read, 0)
@@ -335,7 +337,7 @@ class ModelService:
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
         sampling = await self._make_sampling(body, limits)
         if plan.syntax is not None:
-            limits = plan.syntax.show_marks(limits, self.vocabulary.specials)
+            limits = plan.syntax.keep_marker_tokens_in_text(limits, self.vocabulary.specials)
         if plan.grammar is not None:
             try:
                 await self._workers.prepare_grammar(plan.grammar, limits.ends)
@@ -369,7 +371,7 @@ class ModelService:
             echo_only=body.get_max_new_tokens() == 0,
         )  # fmt: skip
         if plan.make_parser is not None and plan.syntax is not None:
-            parts = parse_answer_parts(parts, plan.make_parser, plan.syntax.format.make_call_id)
+            parts = parse_reasoning_and_tool_calls(parts, plan.make_parser, plan.syntax.format.make_call_id)
         return RunningAnswer(answer, group, parts, self.driver, self.metrics, self.seconds)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from mega_eval.server.request_validation import (
     StrictRequestModel,
-    check_at_most_one,
+    check_at_most_one_field_set,
     make_field_error,
     make_union_validator,
 )
@@ -114,11 +114,13 @@ class ConstrainedRequest(StrictRequestModel):
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
         fields = ConstrainedRequest.model_fields
-        check_at_most_one([name for name in fields if getattr(self, name) not in (None, "")], ", ".join(fields))
-        self.resolve_constraint()  # grammars that cannot be translated are refused here
+        check_at_most_one_field_set(
+            [name for name in fields if getattr(self, name) not in (None, "")], ", ".join(fields)
+        )
+        self.get_grammar_constraint()  # grammars that cannot be translated are refused here
         return self
 
-    def resolve_constraint(self) -> str | None:
+    def get_grammar_constraint(self) -> str | None:
         """Return the JSON schema or Lark grammar that the answer must follow, or None if the request has no constraint."""
         for bound in (self.response_format, self.structured_outputs):
             if bound is not None:

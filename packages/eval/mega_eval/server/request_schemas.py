@@ -132,7 +132,7 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
 
     def is_constrained(self) -> bool:
         """Return whether the answer must follow a grammar."""
-        return self.resolve_constraint() is not None
+        return self.get_grammar_constraint() is not None
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
         """Return the sampling settings of the request, with the model's settings for absent fields.
@@ -339,7 +339,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             )
         if choice == "required" and not names:
             raise make_field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
-        if self.list_callable_tools() and self.resolve_constraint() is not None:
+        if self.list_callable_tools() and self.get_grammar_constraint() is not None:
             raise make_field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
         return self
 
@@ -350,19 +350,19 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             return [tool for tool in self.tools or () if tool.function.name == chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
-    def requires_call(self) -> bool:
+    def requires_tool_call(self) -> bool:
         """Return whether the answer must be a tool call by the request's `tool_choice`."""
         return self.tool_choice not in (None, "none", "auto") and bool(self.tools)
 
-    def constrains_calls(self) -> bool:
+    def constrains_tool_calls(self) -> bool:
         """Return whether tool calls must follow a grammar: one is required or at most one allowed, or a tool is strict."""
         tools = self.list_callable_tools()
         single = self.parallel_tool_calls is False and bool(tools)
-        return single or self.requires_call() or any(tool.function.strict for tool in tools)
+        return single or self.requires_tool_call() or any(tool.function.strict for tool in tools)
 
     def is_constrained(self) -> bool:
         """Return whether the answer, or a tool call in it, must follow a grammar."""
-        return self.constrains_calls() or super().is_constrained()
+        return self.constrains_tool_calls() or super().is_constrained()
 
     def get_max_new_tokens(self) -> int | None:
         """Return the maximum number of tokens to generate: `max_completion_tokens`, or its older name `max_tokens`."""

@@ -239,7 +239,7 @@ class StrictRequestModel(BaseModel):
         return self
 
 
-def check_at_most_one(given: Collection[str], names: str) -> None:
+def check_at_most_one_field_set(given: Collection[str], names: str) -> None:
     """Raise a validation error if a request has set more than one of several fields.
     `given` are the names of the fields that it has set; `names` lists all of them for the message.
     """

@@ -38,7 +38,7 @@ class RerankRequest(RequestBody):
     top_n: Annotated[int | None, Field(ge=0, description="0 or absent: all")] = None
     return_documents: bool | None = True
 
-    def list_texts(self) -> list[str]:
+    def list_document_texts(self) -> list[str]:
         """Return the texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
@@ -48,12 +48,14 @@ def select_prompt_name(embedder: ServedEmbedder, names: tuple[str, ...]) -> str 
     return next((name for name in names if name in embedder.texts.settings.prompts), None)
 
 
-def format_ranking(body: RerankRequest, query: Vectors, documents: Vectors, model: str, tokens: int) -> dict[str, Any]:
+def format_rerank_response(
+    body: RerankRequest, query: Vectors, documents: Vectors, model: str, tokens: int
+) -> dict[str, Any]:
     """Return the JSON body of an answer of /v1/rerank; `query` is [1, P], and `documents` [N, P]."""
     lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
     scores = documents @ query[0] / np.maximum(lengths, 1e-12)
     order = np.argsort(-scores, kind="stable")[: body.top_n or None]
-    texts = body.list_texts()
+    texts = body.list_document_texts()
     results = [
         {"index": int(at), "relevance_score": float(scores[at]), **({"document": {"text": texts[at]}} if body.return_documents else {})}
         for at in order

@@ -37,7 +37,7 @@ class ResponsesInputMessage(ChatMessage):
     phase: str | None = None
 
 
-class ResponsesCall(StrictRequestModel):
+class ResponsesFunctionCall(StrictRequestModel):
     """Function call of an earlier answer, in the field `input` of a request to /v1/responses."""
 
     type: Literal["function_call"]
@@ -82,7 +82,7 @@ class ResponsesReasoning(StrictRequestModel):
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 ResponsesItem = Annotated[
     Annotated[ResponsesInputMessage, Tag("[message]")]
-    | Annotated[ResponsesCall, Tag("[function_call]")]
+    | Annotated[ResponsesFunctionCall, Tag("[function_call]")]
     | Annotated[ResponsesCallOutput, Tag("[function_call_output]")]
     | Annotated[ResponsesReasoning, Tag("[reasoning]")],
     Discriminator(lambda value: f"[{value.get('type', 'message') if isinstance(value, dict) else value.type}]"),

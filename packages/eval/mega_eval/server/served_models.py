@@ -44,12 +44,12 @@ class ServedModels:
         self.services, self._folder = tuple(services), adapter_folder
         self.main = self.services[0]
         self._loading: set[str] = set()  # names of adapters that are being loaded
-        names = self.list_names()
+        names = self.list_model_names()
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"the model name {name!r} is used twice", hint="give each model and adapter its own")
 
-    def list_names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         """Return the names of all models and adapters."""
         return [name for service in self.services for name in (service.name, *service.adapters)]
 
@@ -72,7 +72,7 @@ class ServedModels:
             CheckpointError: when it is no adapter of the model.
         """
         folder = self._check_allowed()
-        if body.lora_name in (*self.list_names(), *self._loading):
+        if body.lora_name in (*self.list_model_names(), *self._loading):
             raise ApiRequestError(
                 400, f"the name {body.lora_name!r} is in use; unload that adapter first", param="lora_name"
             )

@@ -68,7 +68,7 @@ def _parse_bare_json(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse the JSON of calls, separated by semicolons or commas, at the beginning of an answer (Llama)."""
     yield from text.skip_mark("<|python_tag|>")
     begin = ""
-    if (yield from text.wait_past_space()).startswith("["):
+    if (yield from text.peek_past_whitespace()).startswith("["):
         items = str((yield from text.take_json()))
         calls = parse_json_list_of_tool_calls(items, tools)
         yield from [ParsedAnswerDelta("content", items)] if calls is None else calls
@@ -78,10 +78,10 @@ def _parse_bare_json(text: StreamingTextReader, tools: Tools) -> Deltas:
         if raw is not None:
             yield ParsedAnswerDelta("content", begin + raw)
             return
-        if not (yield from text.skip_space()):
+        if not (yield from text.skip_whitespace()):
             return
         begin = text.read(1) if text.unread[0] in ";," else ""
-        yield from text.skip_space()
+        yield from text.skip_whitespace()
 
 
 def parse_json_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
@@ -94,7 +94,7 @@ def parse_hermes_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse calls as JSON in `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of calls."""
     yield from _parse_bare_json(text, tools)
     while (yield from text.stream_until("content", "<tool_call>")):
-        yield from text.skip_space()
+        yield from text.skip_whitespace()
         if not text.unread.startswith("{"):
             yield ParsedAnswerDelta("content", "<tool_call>")
             continue
@@ -108,13 +108,13 @@ def parse_hermes_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
 def parse_mistral_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse `[TOOL_CALLS]` with a JSON list of calls, or with `NAME[ARGS]{...}` for each call (Mistral)."""
     while (yield from text.stream_until("content", "[TOOL_CALLS]")):
-        yield from text.skip_space()
+        yield from text.skip_whitespace()
         if text.unread.startswith("["):
             text.read(1)
-            while (yield from text.skip_space()) and text.unread.startswith("{"):
+            while (yield from text.skip_whitespace()) and text.unread.startswith("{"):
                 raw = yield from _read_json_call(text, tools)
                 yield from [] if raw is None else [ParsedAnswerDelta("content", raw)]
-                yield from text.skip_space()
+                yield from text.skip_whitespace()
                 yield from text.skip_mark(",", "]")
             continue
         head = re.compile(rf"({NAME})(?:\[CALL_ID\](\w{{1,64}}))?(?:\[ARGS\])?\s*(?=\{{)")
@@ -138,7 +138,7 @@ def parse_deepseek_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas
                 head, _ = yield from text.take_until("<｜tool▁sep｜>")
                 if head.strip() == "function":
                     head, _ = yield from text.take_until("```json")
-                yield from text.skip_space()
+                yield from text.skip_whitespace()
                 yield from _stream_named_call(text, head.strip(), tools, begins[1] + head)
             _, mark = yield from text.take_until(begins[1], "<｜tool▁calls▁end｜>")
 
@@ -152,7 +152,7 @@ def parse_kimi_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
                 head, _ = yield from text.take_until("<|tool_call_argument_begin|>")
                 call_id = head.strip()
                 name = call_id.removeprefix("functions.").rpartition(":")[0]
-                yield from text.skip_space()
+                yield from text.skip_whitespace()
                 yield from _stream_named_call(text, name, tools, begin + head, call_id)
             _, mark = yield from text.take_until(begin, end)
 
@@ -194,7 +194,7 @@ def parse_qwen_coder_tool_calls(text: StreamingTextReader, tools: Tools) -> Delt
     """Parse `<function=NAME>` with `<parameter=KEY>` (Qwen3-Coder)."""
     while mark := (yield from text.stream_until("content", "<tool_call>", "<function=")):
         if mark == "<tool_call>":
-            yield from text.skip_space()
+            yield from text.skip_whitespace()
             if not (yield from text.skip_mark("<function=")):
                 yield ParsedAnswerDelta("content", "<tool_call>")
                 continue
@@ -210,7 +210,7 @@ def parse_qwen_coder_tool_calls(text: StreamingTextReader, tools: Tools) -> Delt
             yield _format_argument(count, key, value.removeprefix("\n").removesuffix("\n"), tools[name])
             count += 1
         yield ParsedAnswerDelta("arguments", "}" if count else "{}")
-        yield from text.skip_space()
+        yield from text.skip_whitespace()
         yield from text.skip_mark("</tool_call>")
 
 
@@ -219,13 +219,13 @@ def _format_argument(count: int, key: str, value: str, schema: Mapping[str, Any]
     properties = schema.get("properties")
     wanted = properties.get(key) if isinstance(properties, dict) else None
     shown = json.dumps(value, ensure_ascii=False)
-    if not is_text_schema(wanted):
+    if not is_string_schema(wanted):
         with contextlib.suppress(ValueError, RecursionError):
             shown = json.dumps(json.loads(value), ensure_ascii=False)
     return ParsedAnswerDelta("arguments", f"{', ' if count else '{'}{json.dumps(key, ensure_ascii=False)}: {shown}")
 
 
-def is_text_schema(schema: Any) -> bool:
+def is_string_schema(schema: Any) -> bool:
     """Return whether values of a JSON schema are texts by its `type` or its `enum`."""
     if not isinstance(schema, dict):
         return False

@@ -105,7 +105,7 @@ class ExtensionRegistry:
             if name in self.entries(kind)
         }
 
-    def bind_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
+    def bind_extension_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
         """Return the functions of extensions that the model uses, with their options bound, by its fields such as `norm`."""
         found: dict[str, Callable[..., Any]] = {}
         for kind, key in FUNCTION_FIELDS.items():

@@ -290,7 +290,7 @@ class RunConfig(StrictConfig):
     def find_warnings(self) -> Iterator[str]:
         """Yield warnings about questionable but valid settings of this configuration."""
         model, length = self.model, self.data.seq_length
-        if model.num_scores and self.lora is not None and not self.is_trainable("score.weight"):
+        if model.num_score_outputs and self.lora is not None and not self.is_trainable("score.weight"):
             yield (
                 "lora.modules_to_save does not name the head that scores texts, so it keeps its initial weights, which are "
                 "random unless init_from has a head; set lora.modules_to_save: [score]"

@@ -208,7 +208,7 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
     tokenizer = find_run_tokenizer(config.data, config.model.vocab_size)
     if config.objective.kind == "grpo":
         assert tokenizer is not None  # the rules of the configuration require data.tokenizer
-        open_prompts(config, tokenizer)
+        open_prompt_dataset(config, tokenizer)
         return []
     uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
     for prefix in {use.prefix: None for use in uses}:
@@ -224,7 +224,7 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
     return uses
 
 
-def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
+def open_prompt_dataset(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
     """Open the prompts of a reinforcement-learning run (`objective.kind: grpo`).
 
     Raises:

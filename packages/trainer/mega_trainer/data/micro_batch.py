@@ -19,7 +19,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.batch_images import BatchImages, ImageBlock, find_image_blocks
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import to_device
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay
 
 LabelWeighting = Callable[[Tensor], Tensor]
@@ -244,7 +244,7 @@ def split_micro_batches(
     retrieved = _check_neighbors(batch, config.model)
     own = None
     if context is not None and context.size > 1:
-        own = to_device(rank_token_indices(batch.tokens.shape[1], context), device)
+        own = to_device(get_context_rank_token_indices(batch.tokens.shape[1], context), device)
     for start in range(0, len(batch.sample_ids), config.batch.micro):
         part = slice(start, start + config.batch.micro)
 
@@ -314,13 +314,13 @@ def _check_token_types(batch: StepBatch, count: int) -> None:
 def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> BatchImages:
     """Return the images of some samples, one after another, with their features in the order of `BatchImages.rows`."""
     rows, size = np.full(batch.tokens[part].shape, -1), vision.image_size
-    mrope = None if not vision.has_grid_positions else np.stack([batch.position_ids[part]] * 3)
+    mrope = None if not vision.uses_mrope_grid_positions else np.stack([batch.position_ids[part]] * 3)
     images: list[Any] = []
     count = 0
     for number, sample in enumerate(batch.images[part]):
         if sample is not None:
             rows[number, sample.placeholder_positions] = count + sample.features
-            count += vision.count_total_features(pixels.shape for pixels in sample.pixels)
+            count += vision.count_features_of_images(pixels.shape for pixels in sample.pixels)
             images += sample.pixels
             if mrope is not None:
                 grids = [vision.get_feature_grid(*pixels.shape[1:]) for pixels in sample.pixels]
@@ -344,9 +344,15 @@ def build_encoder_batch(
     `token_ids` are int64 [n, E], of which the first `lengths` (int64 [n]) tokens are real; `context` is the group.
     """
     tokens, width = torch.from_numpy(token_ids), token_ids.shape[1]
-    own, bounds, mask = rank_token_indices(width, context), DocumentBounds.from_padded_rows(lengths, width), None
+    own, bounds, mask = (
+        get_context_rank_token_indices(width, context),
+        DocumentBounds.from_padded_rows(lengths, width),
+        None,
+    )
     if bounds.document_starts is not None:
-        order = torch.cat([rank_token_indices(width, replace(context, rank=rank)) for rank in range(context.size)])
+        order = torch.cat(
+            [get_context_rank_token_indices(width, replace(context, rank=rank)) for rank in range(context.size)]
+        )
         mask = to_device((order < torch.from_numpy(lengths)[:, None])[:, None, None], device)
     return EncoderBatch(
         to_device(tokens[:, own], device), to_device(own.expand(len(tokens), -1).contiguous(), device), bounds, mask

@@ -32,7 +32,7 @@ class CollectiveWork(Protocol):
         """Block until the collective has finished and the output may be used."""
 
 
-class CompletedWork:
+class CompletedCollective:
     """Handle of a collective that has already finished; `wait` does nothing."""
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class CommGroup:
         return len(self.ranks)
 
     @property
-    def is_planned(self) -> bool:
+    def has_no_process_group(self) -> bool:
         """True if the communication group has several ranks but no process group.
         Such a group belongs to a planned layout, in which collectives communicate nothing.
         """
@@ -107,7 +107,7 @@ class CommGroup:
 
 
 @dataclass(frozen=True)
-class PendingWork:
+class PendingCollective:
     """Handle of a collective operation in progress on a communication group.
     `wait` first makes the group `CommGroup.latest`, which the hang watchdog reports.
     """
@@ -125,7 +125,7 @@ class PendingWork:
 
 def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
     """Return the handle to wait for, or None."""
-    return None if work is None else PendingWork(work, group)
+    return None if work is None else PendingCollective(work, group)
 
 
 def all_reduce(
@@ -135,7 +135,7 @@ def all_reduce(
     if group.size == 1:
         return None
     group.record_call("all_reduce", tensor)
-    if group.is_planned:
+    if group.has_no_process_group:
         return None
     if group.ordered and op == "sum":
         parts = [torch.empty_like(tensor) for _ in group.ranks]
@@ -194,7 +194,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
             out.copy_(tensor)
         return None
     group.record_call("all_gather", out)
-    if group.is_planned:
+    if group.has_no_process_group:
         return None
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return _pending_work(gather(out, tensor, group=group.process_group, async_op=async_op), group)
@@ -233,7 +233,7 @@ def reduce_scatter_into(
             out.copy_(tensor)
         return None
     group.record_call("reduce_scatter", tensor)
-    if group.is_planned:
+    if group.has_no_process_group:
         return None
     if group.ordered:
         received = torch.empty_like(tensor)
@@ -287,8 +287,8 @@ def all_to_all_into(
     group of several ranks. Returns the work to wait for when `async_op`.
     """
     group.record_call("all_to_all", tensor)
-    if group.is_planned:
-        return CompletedWork()
+    if group.has_no_process_group:
+        return CompletedCollective()
     work = dist.all_to_all_single(
         out, tensor, list(out_splits), list(in_splits), group=group.process_group, async_op=async_op
     )
@@ -320,13 +320,13 @@ def start_ring_transfer(tensor: Tensor, group: CommGroup) -> RingTransfer:
     """
     arriving = torch.empty_like(tensor)
     group.record_call("pass", tensor)
-    if group.is_planned:
+    if group.has_no_process_group:
         return RingTransfer(tensor, arriving, [])
     after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
     send = dist.P2POp(dist.isend, tensor, after, group.process_group)
     receive = dist.P2POp(dist.irecv, arriving, before, group.process_group)
     return RingTransfer(
-        tensor, arriving, [PendingWork(work, group) for work in dist.batch_isend_irecv([send, receive])]
+        tensor, arriving, [PendingCollective(work, group) for work in dist.batch_isend_irecv([send, receive])]
     )
 
 

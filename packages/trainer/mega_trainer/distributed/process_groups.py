@@ -50,12 +50,12 @@ class ProcessGroupCache:
                 self.groups_by_ranks[key] = world
             else:
                 self.groups_by_ranks[key] = dist.new_group(
-                    list(key), self.timeout, device_only_backend(), use_local_synchronization=True
+                    list(key), self.timeout, get_device_process_group_backend(), use_local_synchronization=True
                 )
         return self.groups_by_ranks[key]
 
 
-def device_only_backend() -> str | None:
+def get_device_process_group_backend() -> str | None:
     """Return the backend of process groups for device tensors only, or None for torch's default.
     It is "nccl" where ranks have GPUs, so that no host sockets are opened.
     """
@@ -122,7 +122,7 @@ def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list
     return list(by_ranks.values())
 
 
-def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
+def warm_up_nccl_communicators(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
     """Create the NCCL communicators of a run by a first message before the model fills device memory.
     The communicators connect the `used` groups, and each pipeline rank with its neighbors.
 

@@ -20,13 +20,13 @@ from mega_trainer.kernels.attention_masks import (
     CAUSAL,
     AttentionMaskSpec,
     BandMask,
-    PackedMask,
+    PackedDocumentMask,
     PagedAttentionName,
-    PagedRows,
+    VisiblePagedKeys,
 )
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.paged_attention import FLASH_PAGE, flash_page_size
 from mega_trainer.kernels.te_kernels import TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
@@ -42,8 +42,10 @@ Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MASKS: Mapping[str, Callable[[torch.device], AttentionMaskSpec]] = {
     "causal": lambda device: CAUSAL,
     "window": lambda device: BandMask(left=40, right=0),
-    "documents": lambda device: PackedMask.from_lengths([1, 255, 100, 156], CAUSAL, device),
-    "documents and window": lambda device: PackedMask.from_lengths([256, 56, 200], BandMask(left=20, right=0), device),
+    "documents": lambda device: PackedDocumentMask.from_lengths([1, 255, 100, 156], CAUSAL, device),
+    "documents and window": lambda device: PackedDocumentMask.from_lengths(
+        [256, 56, 200], BandMask(left=20, right=0), device
+    ),
 }
 TRANSFORMS: Mapping[str, Mapping[str, Any]] = {"": {}, ", soft cap": {"softcap": 20.0}}
 COUNTS = ([3, 0, 13, 8], [0, 0, 0, 0], [5, 7, 1, 0])  # rows of each group of a grouped GEMM
@@ -118,7 +120,7 @@ def make_kernels(device: torch.device, **asked: str) -> Kernels:
     """
     model = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 1, "vocab_size": 8}
     config = RunConfig.parse({"model": model, "data": {"train": "none"}, "kernels": asked})
-    return create_kernels(choose_kernels(config, device), LeafCompiler())
+    return create_kernels(choose_kernels(config, device), FusibleFunctionCompiler())
 
 
 def relative_error(mine: Tensor, exact: Tensor) -> float:
@@ -199,7 +201,7 @@ def measure_paged_attention_error(name: PagedAttentionName, window: int | None, 
     )
     how = AttentionScoreTransform(0.125, sinks=None if window is None else sinks)
     first = [0 if window is None else max(0, length - window) for length in lengths]
-    rows = PagedRows.from_bounds(pages.to(device), first, lengths, FLASH_PAGE, window=window)
+    rows = VisiblePagedKeys.from_bounds(pages.to(device), first, lengths, FLASH_PAGE, window=window)
     y = TorchKernels().paged_attention(q, keys, values, rows, how, name)
     exact = []
     for row, (start, stop) in enumerate(zip(first, lengths, strict=True)):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mega_ckpt.store import load_sharded_checkpoint, save_sharded_checkpoint, step_folder
+from mega_ckpt.store import get_checkpoint_step_folder, load_sharded_checkpoint, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -149,7 +149,7 @@ def _compare_plan(
     )  # fmt: skip
 
 
-def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
+def check_checkpoint_save_and_load(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
     """Yield the speed of a durable save of a tensor that all ranks share, of loading it, and that it is unchanged."""
     place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
     count = (CHECKPOINT_BYTES if device == "cuda" else CHECKPOINT_BYTES_CPU) // 4
@@ -165,7 +165,9 @@ def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[Ch
     )
     saved = time.perf_counter()
     loaded = torch.zeros_like(values)
-    load_sharded_checkpoint(step_folder(root, 1), {"w": ShardedTensor(shape, [TensorBox(offset, loaded)])}, group=group)
+    load_sharded_checkpoint(
+        get_checkpoint_step_folder(root, 1), {"w": ShardedTensor(shape, [TensorBox(offset, loaded)])}, group=group
+    )
     seconds = {"save, durable": saved - begin, "load, verified": time.perf_counter() - saved}
     differing = float((loaded != values).sum())
     if ranks.rank == 0:

@@ -31,7 +31,11 @@ from mega_trainer.doctor.check_result import CheckResult, make_upper_bound_check
 from mega_trainer.doctor.collective_checks import measure_collectives
 from mega_trainer.doctor.kernel_checks import iterate_kernel_checks
 from mega_trainer.doctor.speed_checks import measure_speeds
-from mega_trainer.doctor.training_checks import check_checkpoints, check_layout_parity, check_plan_predictions
+from mega_trainer.doctor.training_checks import (
+    check_checkpoint_save_and_load,
+    check_layout_parity,
+    check_plan_predictions,
+)
 from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment, run_local_ranks
 from mega_trainer.plan.machine import load_machine
 
@@ -103,7 +107,7 @@ def run_doctor_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankI
         case "parity":
             yield from check_layout_parity(place, ranks)
         case "checkpoint":
-            yield from check_checkpoints(folder, place.type, ranks)
+            yield from check_checkpoint_save_and_load(folder, place.type, ranks)
         case _:
             run_failing_all_reduces(part, folder, place)
 

@@ -34,7 +34,7 @@ ParameterCount = Literal["active", "total", "non-embedding"]
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class ScalingLawPoint:
     """One finished training: number of parameters, number of training tokens, and loss."""
 
     name: str
@@ -62,7 +62,7 @@ class ScalingLaw:
         """Return the loss of a model of this number of parameters after this number of tokens."""
         return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
 
-    def find_optimum(self, flops: float) -> tuple[float, float]:
+    def find_compute_optimal_size(self, flops: float) -> tuple[float, float]:
         """Return the parameters and tokens of lowest loss with 6 N D = `flops`; infinite or 0 if an exponent is 0."""
         product = flops / FLOPS_PER_PARAMETER
         if min(self.alpha, self.beta, self.A, self.B) <= 0:
@@ -72,13 +72,13 @@ class ScalingLaw:
         return math.exp(log_n), math.exp(math.log(product) - log_n)
 
 
-def fit_scaling_law(points: Sequence[TrainedModel], start: ScalingLaw | None = None) -> ScalingLaw:
+def fit_scaling_law(points: Sequence[ScalingLawPoint], start: ScalingLaw | None = None) -> ScalingLaw:
     """Fit the law to trainings, from a grid of starts or from one `start`.
 
     Raises:
         DataError: for fewer than seven trainings, or fewer than three different N or D.
     """
-    check_points(points)
+    check_scaling_points(points)
     sizes, tokens, losses = (np.log([[p.parameters, p.tokens, p.loss] for p in points])).T
     center = np.array([sizes.mean(), tokens.mean()])  # the terms at the center are well conditioned coordinates
     x, y = sizes - center[0], tokens - center[1]
@@ -100,7 +100,7 @@ def fit_scaling_law(points: Sequence[TrainedModel], start: ScalingLaw | None = N
     )
 
 
-def check_points(points: Sequence[TrainedModel]) -> None:
+def check_scaling_points(points: Sequence[ScalingLawPoint]) -> None:
     """Check that a law can be fitted to trainings.
 
     Raises:
@@ -154,7 +154,7 @@ def _best_starts(x: Array, y: Array, losses: Array) -> Array:
 class HeldOutPrediction:
     """Prediction of a large training by a law that is fitted to smaller ones."""
 
-    point: TrainedModel
+    point: ScalingLawPoint
     predicted: float
 
     @property
@@ -173,14 +173,14 @@ class ScalingFit:
         held_out: predictions of the largest trainings by a law that is fitted to the others; empty if they are too few.
     """
 
-    points: Sequence[TrainedModel]
+    points: Sequence[ScalingLawPoint]
     law: ScalingLaw
     samples: Sequence[ScalingLaw]
     held_out: Sequence[HeldOutPrediction]
 
     @classmethod
     def from_points(
-        cls, points: Sequence[TrainedModel], *, bootstrap: int = 200, hold_out: int | None = None, seed: int = 0
+        cls, points: Sequence[ScalingLawPoint], *, bootstrap: int = 200, hold_out: int | None = None, seed: int = 0
     ) -> ScalingFit:
         """Fit the law, bootstrap samples, and a law without the largest trainings (a fifth, or `hold_out`).
 
@@ -214,7 +214,7 @@ class ScalingFit:
 
     def optimum_intervals(self, flops: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the 95 % bootstrap intervals of the optimal parameters and tokens for a compute budget."""
-        found = [law.find_optimum(flops) for law in self.samples]
+        found = [law.find_compute_optimal_size(flops) for law in self.samples]
         return _interval([n for n, _ in found]), _interval([d for _, d in found])
 
     @property
@@ -224,7 +224,9 @@ class ScalingFit:
 
     def as_json(self, budgets: Sequence[float]) -> dict[str, Any]:
         """Return the fit as JSON fields, with the optimum of each compute budget in FLOPs."""
-        optima = [(flops, *self.law.find_optimum(flops), *self.optimum_intervals(flops)) for flops in budgets]
+        optima = [
+            (flops, *self.law.find_compute_optimal_size(flops), *self.optimum_intervals(flops)) for flops in budgets
+        ]
         return {
             "coefficients": vars(self.law), "intervals": self.coefficient_intervals(), "runs": len(self.points),
             "held_out": [{"name": h.point.name, "loss": h.point.loss, "predicted": h.predicted} for h in self.held_out],
@@ -242,7 +244,7 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def read_points(path: Path) -> list[TrainedModel]:
+def read_scaling_points_csv(path: Path) -> list[ScalingLawPoint]:
     """Read trainings from a CSV file with the columns parameters, tokens, loss and optionally name.
 
     Raises:
@@ -260,13 +262,13 @@ def read_points(path: Path) -> list[TrainedModel]:
     for number, row in enumerate(rows, 2):
         try:
             values = (float(row[key]) for key in ("parameters", "tokens", "loss"))
-            points.append(TrainedModel(row.get("name") or f"{path.name}:{number}", *values))
+            points.append(ScalingLawPoint(row.get("name") or f"{path.name}:{number}", *values))
         except (TypeError, ValueError):
             raise DataError(f"{path}:{number}: parameters, tokens and loss must be numbers") from None
     return points
 
 
-def read_run_point(log: RunLog, metric: str, count: ParameterCount) -> TrainedModel:
+def read_scaling_point_of_run(log: RunLog, metric: str, count: ParameterCount) -> ScalingLawPoint:
     """Return a run as a point for a scaling-law fit: parameters, trained tokens, and the metric over the last steps.
 
     Raises:
@@ -284,4 +286,4 @@ def read_run_point(log: RunLog, metric: str, count: ParameterCount) -> TrainedMo
         "non-embedding": counts.active_parameters - counts.embedding - counts.head,
     }  # fmt: skip
     tokens = sum(value for _, value in log.metric_points("tokens"))
-    return TrainedModel(log.run_name, parameters[count], tokens, loss)
+    return ScalingLawPoint(log.run_name, parameters[count], tokens, loss)

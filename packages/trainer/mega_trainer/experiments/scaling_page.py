@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mega_trainer.experiments.scaling_law import FLOPS_PER_PARAMETER, ScalingFit, TrainedModel
+from mega_trainer.experiments.scaling_law import FLOPS_PER_PARAMETER, ScalingFit, ScalingLawPoint
 from mega_trainer.pages.axis_scale import format_compact, format_percent
 from mega_trainer.pages.page_elements import PageSection, ScatterPoint, draw_scatter_figure, render_page, render_table
 
@@ -64,7 +64,7 @@ def _draw_sizes(fit: ScalingFit) -> str:
 
 def _draw_budget(fit: ScalingFit, flops: float) -> str:
     """Draw the predicted loss of models of different sizes that are trained with the same compute."""
-    best, _ = fit.law.find_optimum(flops)
+    best, _ = fit.law.find_compute_optimal_size(flops)
     if not 0 < best < math.inf:
         return ""
     points = []
@@ -93,11 +93,11 @@ def _coefficient_rows(fit: ScalingFit) -> TableRows:
     return ("coefficient", "value", "95 % bootstrap interval"), rows, (1,)
 
 
-def optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> Sequence[Sequence[str]]:
+def format_compute_optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> Sequence[Sequence[str]]:
     """Return (FLOPs, parameters, interval, tokens, interval, loss) of the optimum of each budget, as text."""
     rows = []
     for flops in budgets:
-        n, d = fit.law.find_optimum(flops)
+        n, d = fit.law.find_compute_optimal_size(flops)
         ranges = [" to ".join(map(format_large, each)) for each in fit.optimum_intervals(flops)]
         loss = fit.law.predict_loss(n, d) if 0 < n < math.inf else math.nan
         rows.append((f"{flops:.3g}", format_large(n), ranges[0], format_large(d), ranges[1], f"{loss:.4f}"))
@@ -106,7 +106,7 @@ def optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> Sequence[Sequence
 
 def _optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> TableRows:
     head = ("FLOPs", "parameters", "95 % interval", "tokens", "95 % interval", "loss")
-    return head, optimum_rows(fit, budgets), (0, 1, 3, 5)
+    return head, format_compute_optimum_rows(fit, budgets), (0, 1, 3, 5)
 
 
 def _held_out_rows(fit: ScalingFit) -> TableRows:
@@ -118,7 +118,7 @@ def _held_out_rows(fit: ScalingFit) -> TableRows:
 
 
 def _run_rows(fit: ScalingFit) -> TableRows:
-    def make_row(p: TrainedModel) -> tuple[str, ...]:
+    def make_row(p: ScalingLawPoint) -> tuple[str, ...]:
         numbers = (format_large(p.parameters), format_large(p.tokens), f"{p.flops:.3g}", f"{p.loss:.4f}")
         return p.name, *numbers, f"{fit.law.predict_loss(p.parameters, p.tokens):.4f}"
 

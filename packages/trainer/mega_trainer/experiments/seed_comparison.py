@@ -148,7 +148,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def compare_seeds(first: VariantRuns, second: VariantRuns, metric: str) -> SeedComparison:
+def compare_variants_over_seeds(first: VariantRuns, second: VariantRuns, metric: str) -> SeedComparison:
     """Compare two variants: paired by seed if both have the same seeds, else by Welch's t-test."""
     difference, nan = second.mean - first.mean, math.nan
     paired = _pair_by_seed(first, second)

@@ -157,7 +157,7 @@ def format_overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def check_trial(base: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> RunConfig:
+def build_checked_trial_config(base: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> RunConfig:
     """Return the configuration of the run.yaml `base` with the settings of a trial.
 
     Raises:
@@ -168,17 +168,17 @@ def check_trial(base: Mapping[str, Any], settings: Mapping[str, Any], source: st
     return RunConfig.parse(raw, source=" ".join([source, "with", *overrides]) if overrides else source)
 
 
-def check_each_value(base: Mapping[str, Any], config: SweepConfig, source: str) -> None:
+def check_each_swept_value(base: Mapping[str, Any], config: SweepConfig, source: str) -> None:
     """Check each value of each setting alone, and the ends of ranges, with the run.yaml `base`.
 
     Raises:
         ConfigError: for an unknown setting, or a value that run.yaml refuses whatever the other settings are.
     """
-    check_trial(base, {}, source)
+    build_checked_trial_config(base, {}, source)
     for key, values in config.values.items():
         for value in values if isinstance(values, list) else (values.low, values.high):
             try:
-                check_trial(base, {key: value}, source)
+                build_checked_trial_config(base, {key: value}, source)
             except ConfigError as error:
                 if f"  {key}" in error.message:  # other rules may hold with another value of another setting
                     raise

@@ -63,7 +63,7 @@ def format_metric(result: TrialResult) -> str:
     return f"{result.mean:.4f}" + (f" ± {error:.4f}" if math.isfinite(error) else "")
 
 
-def rank_rows(config: SweepConfig, results: Sequence[TrialResult]) -> list[tuple[str, ...]]:
+def format_trial_ranking_rows(config: SweepConfig, results: Sequence[TrialResult]) -> list[tuple[str, ...]]:
     """Return the ranking as rows of text: head first, then one row for each trial in the order of `results`."""
     rows: list[tuple[str, ...]] = [("rank", "trial", config.metric, *config.settings, "step", "state")]
     for rank, result in enumerate(results, 1):
@@ -75,7 +75,7 @@ def rank_rows(config: SweepConfig, results: Sequence[TrialResult]) -> list[tuple
 
 
 def _ranking_section(config: SweepConfig, results: Sequence[TrialResult]) -> PageSection:
-    head, *rows = rank_rows(config, results)
+    head, *rows = format_trial_ranking_rows(config, results)
     table = render_table(head, rows, numbers=(0, 1, 2))
     notes = [(str(result.number), result.note) for result in results if result.note]
     return PageSection("Ranking", [table, render_table(("failed trial", "message"), notes, numbers=(0,))])

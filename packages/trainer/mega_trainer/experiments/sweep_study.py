@@ -31,8 +31,8 @@ from mega_trainer.experiments.sweep_config import (
     NumberRange,
     SweepConfig,
     SweptValues,
-    check_each_value,
-    check_trial,
+    build_checked_trial_config,
+    check_each_swept_value,
     format_overrides,
 )
 from mega_trainer.pages.run_log import METRICS, RunLog
@@ -129,7 +129,7 @@ class SweepStudy:
         study.add_trials(self._study.get_trials(states=(TrialState.COMPLETE,)))
         return study.ask(self._distributions).params
 
-    def trial_state(self, number: int) -> str:
+    def get_trial_status(self, number: int) -> str:
         """Return done, failed, begun, or waiting for a trial that is not drawn yet."""
         trials = self._study.get_trials(deepcopy=False)
         names = {TrialState.COMPLETE: "done", TrialState.FAIL: "failed"}
@@ -180,22 +180,22 @@ class Sweep:
         Raises:
             ConfigError: for settings that run.yaml refuses, or a folder with another sweep.
         """
-        check_each_value(base, config, source)
+        check_each_swept_value(base, config, source)
         if not config.is_adaptive:
             draft = SweepStudy(config, None)
             for number in range(config.num_trials):
-                check_trial(base, draft.draw_trial(number), source)
+                build_checked_trial_config(base, draft.draw_trial(number), source)
         _keep_request(folder, {"run": dict(base), **config.model_dump(mode="json")})
         return cls(folder, config, base, source, SweepStudy(config, folder / STUDY))
 
-    def make_runs(self, trial: int) -> list[SweptRun]:
+    def create_trial_runs(self, trial: int) -> list[SweptRun]:
         """Return the runs of a trial, one for each seed; their run.yaml files are written.
 
         Raises:
             ConfigError: if run.yaml refuses the combination of an adaptive sampler.
         """
         settings = self.study.draw_trial(trial)
-        checked = check_trial(self.base, settings, self.source)
+        checked = build_checked_trial_config(self.base, settings, self.source)
         first = trial * self.config.seeds
         seeds: list[dict[str, Any]] = [{}]
         if self.config.seeds > 1:
@@ -245,18 +245,18 @@ class Sweep:
 
     def read_result(self, trial: int) -> TrialResult:
         """Return the result of a trial so far; one that is not drawn is waiting, without settings."""
-        state = self.study.trial_state(trial)
+        state = self.study.get_trial_status(trial)
         if state == "waiting":
             return TrialResult(trial, {}, state)
         try:
-            runs = self.make_runs(trial)
+            runs = self.create_trial_runs(trial)
         except ConfigError as error:
             return TrialResult(trial, self.study.draw_trial(trial), state, note=error.message)
         logs = [log for run in runs if (log := self.read_log(run)) is not None]
         state = "waiting" if state == "begun" and not logs else state
         found = [log.mean_of_last_steps(self.config.metric) for log in logs]
         values = [value for value in found if value is not None]
-        note = next((last_line(run.log_file) for run in runs if not self.is_run_finished(run)), "")
+        note = next((read_last_nonempty_line(run.log_file) for run in runs if not self.is_run_finished(run)), "")
         return TrialResult(trial, self.study.draw_trial(trial), state, logs, values, note if state == "failed" else "")
 
     def read_results(self) -> list[TrialResult]:
@@ -296,7 +296,7 @@ def _write_yaml(path: Path, content: Mapping[str, Any]) -> None:
         yaml.safe_dump(dict(content), stream, sort_keys=False, default_flow_style=None, width=110)
 
 
-def last_line(path: Path) -> str:
+def read_last_nonempty_line(path: Path) -> str:
     """Return the last line of a text file that is not empty; "" if the file does not exist."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -305,5 +305,5 @@ def last_line(path: Path) -> str:
 def iterate_unfinished_trials(sweep: Sweep) -> Iterator[int]:
     """Yield the numbers of trials that are neither done nor failed; those with settings already drawn first."""
     for trial in range(sweep.config.num_trials):
-        if sweep.study.trial_state(trial) in ("begun", "waiting"):
+        if sweep.study.get_trial_status(trial) in ("begun", "waiting"):
             yield trial

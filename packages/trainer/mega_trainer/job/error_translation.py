@@ -24,7 +24,9 @@ LOST_HINT = "see the output of the rank that ended first for the cause; run the 
 
 
 @contextlib.contextmanager
-def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], PredictedMemoryNeeds]) -> Iterator[None]:
+def convert_oom_and_lost_rank_errors(
+    rank: int, step: Callable[[], str], needs: Callable[[], PredictedMemoryNeeds]
+) -> Iterator[None]:
     """Translate torch's errors of exhausted memory or lost ranks in the `with` block into a `TrainingError`.
     The error has the rank, the step and a remedy.
 

@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.host_staging import copy_into_buffer, is_on_cuda, iterate_buffer_views, pin_host_memory, staging_bytes
+from mega_ckpt.host_staging import (
+    copy_sharded_tensors_to_buffer,
+    is_on_cuda,
+    iterate_buffer_views,
+    pin_host_memory,
+    staging_bytes,
+)
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.atomic_files import open_atomic_file
@@ -40,7 +46,7 @@ from mega_trainer.job.private_folder import (
     claim_private_folder,
     launcher_folder_path,
     load_secret_key,
-    remove_abandoned_folders,
+    remove_abandoned_memory_copies,
     sign_file_text,
 )
 
@@ -51,7 +57,7 @@ ROOT = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class CompleteStep:
+class MemoryCopyStep:
     """Step for which memory copies of every rank's state exist, so that a run can resume from it.
 
     Attributes:
@@ -127,7 +133,7 @@ class MemoryCopyFolder:
         manifest: dict[str, Any] = json.loads(text)
         return manifest
 
-    def read_boxes(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
+    def read_tensor_slices(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
         """Return the tensor slices in the memory copy of `rank` in `slot`, as views of its mapped file."""
         data, empty = self.memory_map_copy_file(rank, slot), dict[str, ShardedTensor]()
         for key, shape, offset, size, dtype in json.loads(
@@ -204,7 +210,7 @@ class MemoryCheckpoint:
         key = self._gather_objects(key)[0]
         self._folder = MemoryCopyFolder(launcher_folder_path(root, key, launcher), run, key)
         if self._leads:
-            remove_abandoned_folders(root)
+            remove_abandoned_memory_copies(root)
         with raise_on_all_ranks(world):
             self._lock = claim_private_folder(self._folder.path, launcher)  # until this process ends
         here = (socket.gethostname(), str(self._folder.path))
@@ -220,7 +226,7 @@ class MemoryCheckpoint:
         """Present number of ranks of the run."""
         return self._world.size
 
-    def newest_complete_step(self) -> CompleteStep | None:
+    def newest_complete_step(self) -> MemoryCopyStep | None:
         """Return the newest step from whose memory copies all ranks can resume, or None.
         It is None when no step has every rank's copy.
         """
@@ -235,9 +241,9 @@ class MemoryCheckpoint:
         step, ranks = max(complete)
         own = next((copy for copy in self._copies[self._world.rank] if copy[:2] == (step, ranks)), None)
         state = None if own is None else self._folder.read_manifest(own[2], self._folder.list_copies()[own])["state"]
-        return CompleteStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
+        return MemoryCopyStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
-    def fetch_local_copy(self, complete_step: CompleteStep) -> TrainingStateCopy:
+    def fetch_local_copy(self, complete_step: MemoryCopyStep) -> TrainingStateCopy:
         """Return this rank's memory copy of the training state of `complete_step`.
         The number of ranks of the run may not have changed since.
         """
@@ -253,7 +259,7 @@ class MemoryCheckpoint:
             complete_step.step, complete_step.state, self._folder.memory_map_copy_file(self._world.rank, slot)
         )
 
-    def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
+    def get_checkpoint_shares_of_copies(self, complete_step: MemoryCopyStep) -> dict[str, ShardedTensor]:
         """Return the tensors that this rank contributes to a checkpoint made of memory copies.
         The copies have the state after `complete_step`; the present number of ranks may be any.
         """
@@ -262,7 +268,7 @@ class MemoryCheckpoint:
             copy = (complete_step.step, complete_step.ranks, rank)
             holders = [index for index, copies in enumerate(self._copies) if copy in copies]
             if holders[rank % len(holders)] == self._world.rank:
-                for key, sharded in self._folder.read_boxes(rank, slots[copy]).items():
+                for key, sharded in self._folder.read_tensor_slices(rank, slots[copy]).items():
                     boxes = tensors.setdefault(key, ShardedTensor(sharded.shape, [])).boxes
                     boxes += [box for box in sharded.boxes if all(box.offset != other.offset for other in boxes)]
         return tensors
@@ -274,7 +280,7 @@ class MemoryCheckpoint:
             dist.all_gather_object(values, value, group=self._world.process_group)
         return values
 
-    def _send_copy(self, complete_step: CompleteStep, rank: int) -> None:
+    def _send_copy(self, complete_step: MemoryCopyStep, rank: int) -> None:
         """Send a rank the copy that it lacks, from the first rank that has it."""
         copy = (complete_step.step, complete_step.ranks, rank)
         holder = next(index for index, copies in enumerate(self._copies) if copy in copies)
@@ -299,7 +305,7 @@ class MemoryCheckpoint:
             ConfigError: on every rank, when some rank has not enough free memory.
         """
         own, group, backup = self._world.rank, self._world.process_group, self._backup_ranks[self._world.rank]
-        tensor_bytes, boxes = self._gather_objects(staging_bytes(tensors)), describe_boxes(tensors)
+        tensor_bytes, boxes = self._gather_objects(staging_bytes(tensors)), encode_slice_metadata(tensors)
         sizes = [begin + count for begin, count in zip(tensor_bytes, self._gather_objects(len(boxes)), strict=True)]
         kept = [own, *(rank for rank, other in enumerate(self._backup_ranks) if other == own)]
         slots = {rank: 1 - self._newest.get(rank, 1) for rank in kept}
@@ -308,7 +314,7 @@ class MemoryCheckpoint:
         if is_on_cuda(tensors) and (own, slots[own]) not in self._pinned:
             pin_host_memory(buffers[own])
             self._pinned.add((own, slots[own]))
-        copy_into_buffer(tensors, buffers[own])
+        copy_sharded_tensors_to_buffer(tensors, buffers[own])
         buffers[own][tensor_bytes[own] :] = boxes
         works = [dist.irecv(buffers[rank], rank, group=group) for rank in kept[1:]]
         works += [] if backup is None else [dist.isend(buffers[own], backup, group=group)]
@@ -347,7 +353,7 @@ class MemoryCheckpoint:
             shutil.rmtree(self._folder.path, ignore_errors=True)
 
 
-def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
+def encode_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
     """Return a description of all slices of sharded tensors, in the order in which a memory copy stores them.
     It has the key, global shape, offset, shape and dtype of each slice of `tensors`, as JSON in a uint8 tensor.
     """
@@ -359,7 +365,7 @@ def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(boxes).encode()), dtype=torch.uint8)
 
 
-def should_keep_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
+def should_keep_memory_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
     """Return whether a run keeps copies of its training state in host memory.
     It does if configured, and if the launcher of its ranks restarts them.
     """

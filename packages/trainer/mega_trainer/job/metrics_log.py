@@ -28,7 +28,12 @@ from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
+from mega_trainer.plan.flops import (
+    compute_model_flops_per_token,
+    compute_palm_flops_per_token,
+    count_parameters_by_layer,
+    find_peak_flops,
+)
 from mega_trainer.plan.layer_flops import image_flops
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.trainable_parameters import TrainableParameters
@@ -74,7 +79,10 @@ class MfuCalculator:
         run = make_training_layout(config, world_size)
         other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)
         image = sum(image_flops(model, run.freeze, config.lora).values())
-        exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
+        exact, palm = (
+            compute_model_flops_per_token(model, lengths[0], target=lengths[1]),
+            compute_palm_flops_per_token(model, *lengths),
+        )
         return cls(exact + other, palm + other, peak * world_size, image, peak_is_known=known is not None)
 
 

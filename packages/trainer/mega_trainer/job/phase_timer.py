@@ -21,7 +21,7 @@ T = TypeVar("T")
 WHOLE = "evaluate"  # phase whose nested phases are counted in it: its forwards are not training
 
 
-class TimeMark:
+class DeviceTimestamp:
     """Point in time, for measuring durations: on a GPU, of the device's current stream; on CPU, of this process."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class TimeMark:
         """True if the device has reached this point in time."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def seconds_since(self, other: TimeMark) -> float:
+    def seconds_since(self, other: DeviceTimestamp) -> float:
         """Return the seconds from the mark `other` to this one; waits for the device to reach this point."""
         if self._event is None or other._event is None:
             return self._time - other._time
@@ -53,7 +53,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.current, self._device = "", device
-        self._marks = deque([("", TimeMark(device))])  # phase, and its start
+        self._marks = deque([("", DeviceTimestamp(device))])  # phase, and its start
 
     @contextmanager
     def time_phase(self, name: str) -> Iterator[None]:
@@ -65,7 +65,7 @@ class PhaseTimer:
         finally:
             self._begin_phase(outer)
 
-    def take_durations(self) -> dict[str, float]:
+    def take_phase_durations(self) -> dict[str, float]:
         """Return the durations of the phases of training steps since the last call, {phase: seconds}.
         Phases that the device has not finished are returned by a later call.
         """
@@ -79,7 +79,7 @@ class PhaseTimer:
 
     def _begin_phase(self, name: str) -> None:
         self.current = name
-        self._marks.append((name, TimeMark(self._device)))
+        self._marks.append((name, DeviceTimestamp(self._device)))
 
 
 def time_data_waits(items: Iterable[T], phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[T]:

@@ -126,7 +126,7 @@ def check_private_folder(path: Path) -> None:
         raise ConfigError(rule, hint="remove it, or set checkpoint.memory_every to 0")
 
 
-def remove_abandoned_folders(root: Path) -> None:
+def remove_abandoned_memory_copies(root: Path) -> None:
     """Remove this user's folders of memory copies under `root` whose launcher process has ended."""
     for path in root.glob(f"mega-{os.geteuid()}-*"):
         with contextlib.suppress(FileNotFoundError):  # another rank has removed it meanwhile

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.phase_timer import PhaseTimer, TimeMark
+from mega_trainer.job.phase_timer import DeviceTimestamp, PhaseTimer
 
 T = TypeVar("T")
 MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, about 100 bytes each
@@ -62,17 +62,17 @@ class StepProfiler:
         with record_function(name), own.time_phase(name), self._phases.time_phase(name):
             yield
 
-    def _begin_step(self, rest: Iterator[T]) -> tuple[TimeMark, T] | None:
+    def _begin_step(self, rest: Iterator[T]) -> tuple[DeviceTimestamp, T] | None:
         """Return the start mark of a step, and its item."""
-        self._own, begin = PhaseTimer(self._device), TimeMark(self._device)
+        self._own, begin = PhaseTimer(self._device), DeviceTimestamp(self._device)
         item = next(rest, None)
         return None if item is None else (begin, item)
 
-    def _log_phases(self, step: int, begin: TimeMark) -> None:
+    def _log_phases(self, step: int, begin: DeviceTimestamp) -> None:
         assert self._own is not None
         seconds = {
-            "seconds": TimeMark(self._device).seconds_since(begin),
-            **self._own.take_durations(),
+            "seconds": DeviceTimestamp(self._device).seconds_since(begin),
+            **self._own.take_phase_durations(),
         }  # the device has finished, so all durations are known
         with open(self._folder / f"phases-rank{self._rank}.jsonl", "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **seconds}) + "\n")

@@ -25,7 +25,7 @@ from mega_data.data_config import StreamPosition
 from mega_data.sampling.staged_blend import resume_data_config
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, TrainingStateCopy
-from mega_trainer.job.training_guard import SkippedRanges
+from mega_trainer.job.training_guard import SkippedSampleRanges
 
 # Settings whose change alters the model.
 MODEL_SETTINGS = ("model", "lora")
@@ -48,7 +48,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
         ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
     """
     saved, consumed = state["settings"], state["consumed_samples"]
-    found = check_setting_changes(saved, config, where)
+    found = list_allowed_setting_changes(saved, config, where)
     versions, before = config.registry.versions, state.get("extensions", {})
     found += [
         f"version of the extension {name}: {before[name]} -> {version}"
@@ -72,7 +72,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     return [*found, *_lr_change_lines(saved, consumed, config, where, found)]
 
 
-def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
+def list_allowed_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
     """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`.
 
     Raises:
@@ -214,7 +214,7 @@ def find_newer_memory_copy(
     assets = Path(config.output) / "assets"
     model = ModelConfig.parse(found.state["settings"]["model"])
     made = save_sharded_checkpoint(
-        config.checkpoint_root, found.step, memory.checkpoint_shares(found), model=model, state=found.state,
+        config.checkpoint_root, found.step, memory.get_checkpoint_shares_of_copies(found), model=model, state=found.state,
         assets=assets if assets.exists() else None,
     )  # fmt: skip
     memory.remove_run_copies()
@@ -244,7 +244,7 @@ def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig
         DataError: when a glob of data sets matches no file.
     """
     if "data" in saved.get("settings", {}):
-        position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
+        position = SkippedSampleRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
         data = resume_data_config(config.data, saved["settings"]["data"], position, saved.get("read"))
         streamed = {path: StreamPosition.model_validate(at) for path, at in saved.get("streamed", {}).items()}
         data = data.model_copy(update={"streamed": streamed if data.stream else {}})

@@ -38,10 +38,10 @@ def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
     It has machine and package versions, the git commit of the source, the number of `ranks`, and `data`, the
     fingerprint of the training data.
     """
-    return {**describe_environment(), "commit": source_commit(), "ranks": ranks, "data": data}
+    return {**describe_environment(), "commit": get_source_git_commit(), "ranks": ranks, "data": data}
 
 
-def source_commit() -> str | None:
+def get_source_git_commit() -> str | None:
     """Return the git commit of mega's source tree that is running, with `+` if it has changes.
     It is None for an installed package.
     """
@@ -141,7 +141,7 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in whole}
 
 
-def compare_steps(
+def compare_replayed_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
     """Yield, for each replayed step, a line of text and whether its metrics equal the recorded ones bit by bit.

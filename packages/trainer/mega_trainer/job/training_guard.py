@@ -42,18 +42,18 @@ class RollbackRequested(Exception):
 
 
 @dataclass(frozen=True)
-class SkippedRanges:
+class SkippedSampleRanges:
     """Ranges of samples that a run skips after rollbacks.
     For each range, it has the samples consumed before it, and the number of samples skipped.
 
-    >>> [SkippedRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
+    >>> [SkippedSampleRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
     [0, 3, 6, 7]
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def from_checkpoint_state(cls, saved: Mapping[str, Any]) -> SkippedRanges:
+    def from_checkpoint_state(cls, saved: Mapping[str, Any]) -> SkippedSampleRanges:
         """Return the skipped ranges in the saved state of a checkpoint."""
         return cls(tuple((at, count) for at, count in saved.get("left_out", ())))
 
@@ -63,13 +63,13 @@ class SkippedRanges:
         """
         return consumed + sum(count for at, count in self.ranges if at <= consumed)
 
-    def skip_to_position(self, position: int, consumed: int) -> SkippedRanges:
+    def skip_to_position(self, position: int, consumed: int) -> SkippedSampleRanges:
         """Return the skipped ranges extended by one that reaches up to a position in the data order.
         The new range skips all samples from the position after `consumed` samples up to `position`.
         """
-        return SkippedRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
+        return SkippedSampleRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
 
-    def format_samples(self, consumed: int, count: int) -> str:
+    def format_sample_positions(self, consumed: int, count: int) -> str:
         """Return a text that names the positions in the data order of the next `count` samples.
         They are the samples after `consumed` samples.
         """
@@ -81,7 +81,7 @@ class SampleSkippingDataset(LoadableDataset):
     """View of a data set without the skipped ranges of samples."""
 
     dataset: LoadableDataset
-    skipped_ranges: SkippedRanges
+    skipped_ranges: SkippedSampleRanges
 
     def __getitem__(self, k: int, /) -> TrainingSample | T5Sample:
         return self.dataset[self.skipped_ranges.data_position(k)]
@@ -124,7 +124,7 @@ class LossGuard:
         """
         return self.config.on_spike == "warn" or not self.is_loss_spike(loss)
 
-    def check_step(self, step: int, result: StepResult, samples: str = "no samples") -> None:
+    def check_loss_and_grad_norm(self, step: int, result: StepResult, samples: str = "no samples") -> None:
         """Check the loss and the gradient norm of a finished step by the run's policies.
         By policy, log a problem, skip, stop or request a rollback; `samples` names the samples that the step read.
 

@@ -58,7 +58,7 @@ ALL, CAUSAL = BandMask(), BandMask(right=0)
 
 
 @dataclass(frozen=True, eq=False)
-class PackedMask:
+class PackedDocumentMask:
     """Attention mask of packed documents: a token attends only to tokens of its own document.
 
     Attributes:
@@ -72,7 +72,7 @@ class PackedMask:
     cu_seqlens: Tensor
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedMask:
+    def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedDocumentMask:
         """Return the attention mask of packed documents with given numbers of tokens.
         The host does not wait for the device.
         """
@@ -80,7 +80,7 @@ class PackedMask:
         return cls(tuple(lengths), band, to_device(starts, device))
 
 
-AttentionMaskSpec = BandMask | PackedMask
+AttentionMaskSpec = BandMask | PackedDocumentMask
 
 
 def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: int, device: torch.device) -> Tensor:
@@ -113,7 +113,7 @@ class AttentionMaskBlock:
     mask: AttentionMaskSpec
 
 
-def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> AttentionMaskBlock | None:
+def make_rectangle_mask_block(rows: slice, queries: range, keys: range, band: BandMask) -> AttentionMaskBlock | None:
     """Return the attention mask for two ranges of queries and keys that do not overlap, or None.
     The mask is cut to the visible part of the band; None means that no query attends to a key.
 
@@ -139,7 +139,7 @@ PagedAttentionName = Literal["flash", "gathered", "rows"]  # implementations, se
 
 
 @dataclass(frozen=True)
-class PagedRows:
+class VisiblePagedKeys:
     """Keys in a paged KV cache that one new query per row attends to; each query is at its row's last key.
 
     Legend: N rows, P pages of a row, T visible keys of the row that has most.
@@ -173,7 +173,7 @@ class PagedRows:
         *,
         window: int | None = None,
         chunked: bool = False,
-    ) -> PagedRows:
+    ) -> VisiblePagedKeys:
         """Return the visible keys of rows, on the block table's device, from positions in host memory.
         `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
         """

@@ -54,12 +54,12 @@ class BackendFacts:
     compiler_problem: str | None = None
 
     @property
-    def gpu_problem(self) -> str | None:
+    def missing_gpu_problem(self) -> str | None:
         """Error message for a kernel back end that requires a GPU if the run is on a CPU, else None."""
         return "requires a GPU, and the run is on a CPU" if self.capability is None else None
 
     @property
-    def flash_head_problem(self) -> str | None:
+    def flash_attention_problem(self) -> str | None:
         """Error message if flash attention does not support the run's precision or head size, else None."""
         if not self.half:
             return "requires precision = bf16, fp16 or fp8"
@@ -68,24 +68,24 @@ class BackendFacts:
         return None
 
     @property
-    def flex_problem(self) -> str | None:
+    def flex_attention_problem(self) -> str | None:
         """Error message if FlexAttention cannot be compiled here or does not support the run's head size, else None."""
-        if self.gpu_problem or self.compiler_problem:
-            return self.gpu_problem or f"requires {self.compiler_problem}"
+        if self.missing_gpu_problem or self.compiler_problem:
+            return self.missing_gpu_problem or f"requires {self.compiler_problem}"
         narrow = min(self.head) < NARROWEST_FLEX_HEAD
         return f"requires a head size of at least {NARROWEST_FLEX_HEAD}, not {min(self.head)}" if narrow else None
 
-    def recurrent_problem(self, kind: str) -> str | None:
+    def recurrent_library_problem(self, kind: str) -> str | None:
         """Return the error message if the library for a part of recurrent mixers cannot be used, else None.
         The parts are `conv`, `scan` and `delta`.
         """
-        if self.gpu_problem or not self.half:
-            return self.gpu_problem or "requires precision = bf16, fp16 or fp8"
+        if self.missing_gpu_problem or not self.half:
+            return self.missing_gpu_problem or "requires precision = bf16, fp16 or fp8"
         if kind == "conv" and any(taps not in CONV_TAPS for taps in self.taps):
             return f"requires convolutions of {CONV_TAPS[0]} to {CONV_TAPS[-1]} taps, not {max(self.taps)}"
-        return self.package_problem(RECURRENT[kind][1])
+        return self.missing_package_problem(RECURRENT[kind][1])
 
-    def package_problem(self, name: str) -> str | None:
+    def missing_package_problem(self, name: str) -> str | None:
         """Return the error message, with the fix, if a package is missing or too old, else None."""
         have, oldest = self.installed.get(name), OLDEST[name]
         if have is not None and _numbers(have) >= _numbers(oldest):
@@ -96,7 +96,7 @@ class BackendFacts:
     def has_flash_attention_3(self) -> bool:
         """True if flash-attn 3 can be used: a Hopper GPU, the package, and a supported precision and head size."""
         hopper = self.capability is not None and self.capability[0] == 9
-        return hopper and not self.package_problem("flash-attn-3") and not self.flash_head_problem
+        return hopper and not self.missing_package_problem("flash-attn-3") and not self.flash_attention_problem
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,11 @@ def choose_backends(
 
 def _choose_linear(name: str, facts: BackendFacts) -> tuple[str, str]:
     if name == "te":
-        _raise_problem("linear=te", facts.gpu_problem or facts.package_problem("transformer-engine"), "linear=torch")
+        _raise_problem(
+            "linear=te",
+            facts.missing_gpu_problem or facts.missing_package_problem("transformer-engine"),
+            "linear=torch",
+        )
     return ("torch", "auto: as fast as any") if name == "auto" else (name, "as set")
 
 
@@ -146,13 +150,19 @@ def _requested_attention(name: str, facts: BackendFacts) -> tuple[str, str]:
     if facts.biased and name not in ("sdpa", "varlen"):
         problem = "is not supported with a relative position bias; only sdpa and varlen are"
     elif name == "flex":
-        problem = facts.flex_problem
+        problem = facts.flex_attention_problem
     elif name == "te":
-        problem = facts.gpu_problem or facts.flash_head_problem or facts.package_problem("transformer-engine")
+        problem = (
+            facts.missing_gpu_problem
+            or facts.flash_attention_problem
+            or facts.missing_package_problem("transformer-engine")
+        )
     elif name == "flash":
         if facts.has_flash_attention_3:
             return "flash 3", "as set, on Hopper"
-        problem = facts.gpu_problem or facts.flash_head_problem or facts.package_problem("flash-attn")
+        problem = (
+            facts.missing_gpu_problem or facts.flash_attention_problem or facts.missing_package_problem("flash-attn")
+        )
         name = "flash 2"
     _raise_problem(f"attention={name.split()[0]}", problem, "attention=auto")
     return name, "as set"
@@ -163,7 +173,7 @@ def _best_attention(facts: BackendFacts) -> tuple[str, str]:
 
     On Hopper flash-attn 3 is the fastest, and torch's choice (cuDNN) is close; neither supports every score transform.
     """
-    if facts.gpu_problem:
+    if facts.missing_gpu_problem:
         return "sdpa", "on a CPU"
     if facts.biased:
         return "sdpa", "auto: relative position bias"
@@ -174,24 +184,28 @@ def _best_attention(facts: BackendFacts) -> tuple[str, str]:
     if facts.softcap:
         return _best_softcap_attention(facts)
     keys, values = facts.head
-    if keys != values and not facts.flash_head_problem and (facts.cudnn or 0) < CUDNN_UNEVEN:
+    if keys != values and not facts.flash_attention_problem and (facts.cudnn or 0) < CUDNN_UNEVEN:
         return "varlen", f"auto: heads of {keys} and {values} are padded; unpadded heads require cuDNN 9.11 or later"
     return "sdpa", "auto: torch's choice; its flash attention for blocks, documents and windows"
 
 
 def _best_softcap_attention(facts: BackendFacts) -> tuple[str, str]:
     """Return the best attention back end for soft-capped scores: flash-attn 2, FlexAttention, else matrix products."""
-    problem = facts.flash_head_problem or facts.package_problem("flash-attn")
+    problem = facts.flash_attention_problem or facts.missing_package_problem("flash-attn")
     if not problem:
         return "flash 2", "auto: soft caps"
     because = f"auto: soft caps; flash-attn {problem}"
-    return ("sdpa", f"{because}; flex {facts.flex_problem}") if facts.flex_problem else ("flex", because)
+    return (
+        ("sdpa", f"{because}; flex {facts.flex_attention_problem}")
+        if facts.flex_attention_problem
+        else ("flex", because)
+    )
 
 
 def _choose_recurrent(kind: str, name: str, facts: BackendFacts) -> tuple[str, str]:
     """Return the library for one part of recurrent mixers where it is installed, else torch."""
-    problem = facts.recurrent_problem(kind)
-    if name == "auto" and facts.gpu_problem:
+    problem = facts.recurrent_library_problem(kind)
+    if name == "auto" and facts.missing_gpu_problem:
         return "torch", "on a CPU"
     if name == "auto":
         return (RECURRENT[kind][0], "auto: installed") if problem is None else ("torch", f"auto: {problem}")

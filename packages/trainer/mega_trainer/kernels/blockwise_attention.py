@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.flash_attention import FlashAttentionCall, FlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
@@ -68,7 +68,7 @@ class _Attention(Function):
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
         grads = attend_block_backward(ctx.flash, dy, q, k, v, y, lse, ctx.mask, ctx.how, d_bias)
         dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True))
-        d_sinks = None if sinks is None else attention_sinks_grad(sinks, dy, y, lse)
+        d_sinks = None if sinks is None else compute_attention_sinks_grad(sinks, dy, y, lse)
         return dq, dk, dv, d_sinks, None if d_bias is None else d_bias.to(bias.dtype), None, None, None
 
 
@@ -80,7 +80,7 @@ def apply_attention_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor
     return y * (lse - total).exp_().unsqueeze(-1), total
 
 
-def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
+def compute_attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
     """Return the gradient of the attention sinks [heads].
     A sink has the probability exp(sink - lse) in each query's softmax, and no value.
     """
@@ -94,13 +94,13 @@ def attend_block(
     """Compute attention to one block of keys, by `flash` or in tiles."""
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused(flash, q, k, v, mask, how)
-    if isinstance(mask, PackedMask):
+    if isinstance(mask, PackedDocumentMask):
         each = [attend_block(flash, q1, k1, v1, mask.band, how) for q1, k1, v1 in _split_documents(mask, q, k, v)]
         y, lse = (torch.cat(part, 1) for part in zip(*each, strict=True))
         return y.view(*q.shape[:2], *y.shape[2:]), lse.view(q.shape[:3])
     ahead = k.shape[1] - q.shape[1]
     found = [
-        attend_with_mask(q[:, rows], k[:, keys], v[:, keys], seen, how, _bias_indices(how, rows, keys, ahead))
+        attend_unfused_with_mask(q[:, rows], k[:, keys], v[:, keys], seen, how, _bias_indices(how, rows, keys, ahead))
         for rows, keys, seen in _iterate_tiles(q, k, mask)
     ]
     return torch.cat([y for y, _ in found], 1), torch.cat([lse for _, lse in found], 1)
@@ -125,7 +125,7 @@ def attend_block_backward(
     """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused_backward(flash, dy, q, k, v, y, lse, mask, how)
-    if isinstance(mask, PackedMask):
+    if isinstance(mask, PackedDocumentMask):
         each = [
             attend_block_backward(flash, dy1, q1, k1, v1, y1, lse1, mask.band, how, d_bias)
             for dy1, q1, k1, v1, y1, lse1 in _split_documents(mask, dy, q, k, v, y, lse)
@@ -143,7 +143,7 @@ def attend_block_backward(
     return torch.cat(parts, 1), dk, dv
 
 
-def _split_documents(mask: PackedMask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split_documents(mask: PackedDocumentMask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors [B, S, ..] into documents, each a batch of one."""
     cut = [torch.split(t.flatten(0, 1), list(mask.lengths)) for t in tensors]
     return (tuple(part.unsqueeze(0) for part in parts) for parts in zip(*cut, strict=True))
@@ -213,12 +213,12 @@ def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice
 
 
 def _bias_indices(how: AttentionScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
-    """Return `RelativePositionBias.bias_indices` of a tile, or None without a bias."""
+    """Return `RelativePositionBias.compute_relative_bias_indices` of a tile, or None without a bias."""
     tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
-    return None if how.bias is None else how.bias.bias_indices(*tile, ahead)
+    return None if how.bias is None else how.bias.compute_relative_bias_indices(*tile, ahead)
 
 
-def attend_with_mask(
+def attend_unfused_with_mask(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionScoreTransform, met: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute attention GEMM by GEMM: y [B, S, H, e] and the log-sum-exp of the scores [B, S, H], without sinks.

@@ -42,7 +42,7 @@ def channel_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanPas
     nothing = d.new_zeros(*d.shape[:2], *steps.decay.shape)
     added = apply_autograd_function(_TokenByToken, d, dx, steps.decay, b, None, nothing, continues)[1]
     maps = (d.sum(2).unsqueeze(-1) * steps.decay).exp().flatten(2)
-    carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
+    carried = None if chunks.document_started_before_chunk is None else chunks.document_started_before_chunk[:, :, -1]
     before = pass_states(zero_tokens_outside_mask(maps, carried), added.flatten(2)[..., None, None]).view_as(added)
     y: Tensor = apply_autograd_function(_TokenByToken, d, dx, steps.decay, b, c, before, continues)[0]
     return chunks.join_chunks(y, steps.d.shape[1]).unsqueeze(-1)

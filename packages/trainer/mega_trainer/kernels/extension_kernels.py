@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mega_common.extension_entries import Kernel, KernelOperation
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 
 
@@ -66,8 +66,8 @@ class ExtensionKernels:
         """Compute scaled dot-product attention; score transforms and mask tensors are left to the other back end."""
         found = None
         if not isinstance(mask, Tensor) and not how.has_unfused_terms:
-            packed = mask if isinstance(mask, PackedMask) else None
-            band = mask.band if isinstance(mask, PackedMask) else mask
+            packed = mask if isinstance(mask, PackedDocumentMask) else None
+            band = mask.band if isinstance(mask, PackedDocumentMask) else mask
             bounds = {
                 "left": band.left,
                 "right": band.right,

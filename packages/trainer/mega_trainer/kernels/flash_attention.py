@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 
 WIDEST_HEAD = 256
@@ -44,7 +44,7 @@ class FlashAttentionCall:
         cls, mask: AttentionMaskSpec, how: AttentionScoreTransform, queries: int, keys: int
     ) -> FlashAttentionCall:
         """Return the kernel arguments for attention of `queries` queries to `keys` keys under `mask`."""
-        if isinstance(mask, PackedMask):
+        if isinstance(mask, PackedDocumentMask):
             return cls(how.scale, how.softcap, mask.band, mask.cu_seqlens, (max(mask.lengths),) * 2)
         return cls(how.scale, how.softcap, mask, None, (queries, keys))
 
@@ -100,7 +100,11 @@ class TorchFlashKernel:
         if how.softcap is not None:
             return False
         # on a CPU, causal masks are aligned with the first query and key, not the last
-        return fits_gpu_kernels(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
+        return (
+            supports_fused_attention_on_gpu(q, v)
+            if _on_gpu(q)
+            else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
+        )
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return False, since torch needs equal sizes of key and value heads."""
@@ -148,13 +152,13 @@ def _window_arguments(call: FlashAttentionCall) -> dict[str, Any]:
     return {"scale": call.scale, "window_size_left": call.band.left, "window_size_right": call.band.right}
 
 
-def fits_gpu_kernels(q: Tensor, v: Tensor) -> bool:
+def supports_fused_attention_on_gpu(q: Tensor, v: Tensor) -> bool:
     """Return whether operands are on a GPU, in a precision and with head sizes that fused kernels support."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return _on_gpu(q) and half and fits_flash_head(max(q.shape[-1], v.shape[-1]))
+    return _on_gpu(q) and half and supports_flash_head_size(max(q.shape[-1], v.shape[-1]))
 
 
-def fits_flash_head(size: int) -> bool:
+def supports_flash_head_size(size: int) -> bool:
     """Return whether fused kernels support heads of `size` elements."""
     return size % 8 == 0 and size <= WIDEST_HEAD
 
@@ -169,7 +173,7 @@ class FlashAttention2:
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether flash-attn 2 supports these operands."""
-        return fits_gpu_kernels(q, v)
+        return supports_fused_attention_on_gpu(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return False, since flash-attn 2 requires equal sizes of key and value heads.
@@ -228,7 +232,7 @@ class FlashAttention3:
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether flash-attn 3 supports these operands."""
-        return fits_gpu_kernels(q, v)
+        return supports_fused_attention_on_gpu(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return True only for the key and value head sizes of DeepSeek's MLA."""

@@ -35,7 +35,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from mega_trainer.kernels import gemm_accumulation, grouped_gemm
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import GemmOperand
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,7 +51,7 @@ MX = ScalingType.BlockWise1x32
 _TINY = 2.0**-100  # lower bound of scales, for blocks of zeros
 
 
-class QuantizedMatrix(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """fp8 matrix, or stack of matrices: `values` that are to be multiplied by the `scale` of their block.
 
     Attributes:
@@ -65,24 +65,24 @@ class QuantizedMatrix(NamedTuple):
     kind: ScalingType
 
 
-class QuantizedWithTranspose(NamedTuple):
+class Fp8MatrixWithTranspose(NamedTuple):
     """Matrix [.., M, K] in fp8 (`plain`), and its transpose [.., K, M] in fp8 (`turned`)."""
 
-    plain: QuantizedMatrix
-    turned: QuantizedMatrix
+    plain: Fp8Matrix
+    turned: Fp8Matrix
 
 
 def quantize_matrix(
-    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
-) -> QuantizedMatrix:
+    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: FusibleFunctionCompiler | None = None
+) -> Fp8Matrix:
     """Quantise a matrix [.., M, K], which may be a transposed view, to fp8 with a scale per block.
     M and K must be multiples of the block's sizes.
     """
-    values, scale = (leaves or LeafCompiler())(quantize_leaf, x, *BLOCKS[kind], dtype)
-    return QuantizedMatrix(values, scale, kind)
+    values, scale = (leaves or FusibleFunctionCompiler())(fusible_quantize, x, *BLOCKS[kind], dtype)
+    return Fp8Matrix(values, scale, kind)
 
 
-def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fusible_quantize(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return fp8 values and scales of x in blocks of `rows` x `columns` (0: all).
     It compiles to one kernel, or two for a scale of the whole tensor.
     """
@@ -94,26 +94,26 @@ def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tup
 
 
 def quantize_with_transpose(
-    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
-) -> QuantizedWithTranspose:
+    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: FusibleFunctionCompiler | None = None
+) -> Fp8MatrixWithTranspose:
     """Quantise a matrix [.., M, K] and its transpose to fp8, for GEMMs that sum over different axes.
     Each is quantised by `quantize_matrix`.
     """
-    values, scale, turned, turned_scale = (leaves or LeafCompiler())(
-        quantize_with_transpose_leaf, x, *BLOCKS[kind], dtype
+    values, scale, turned, turned_scale = (leaves or FusibleFunctionCompiler())(
+        fusible_quantize_with_transpose, x, *BLOCKS[kind], dtype
     )
-    return QuantizedWithTranspose(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
+    return Fp8MatrixWithTranspose(Fp8Matrix(values, scale, kind), Fp8Matrix(turned, turned_scale, kind))
 
 
-def quantize_with_transpose_leaf(
+def fusible_quantize_with_transpose(
     x: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return fp8 values and scales of a matrix and of its transpose, in blocks of `rows` x `columns`.
-    Each is quantised as by `quantize_leaf`; compiled, the matrix is read once for both.
+    Each is quantised as by `fusible_quantize`; compiled, the matrix is read once for both.
 
     Finding the scales takes another read.
     """
-    return *quantize_leaf(x, rows, columns, dtype), *quantize_leaf(x.mT, rows, columns, dtype)
+    return *fusible_quantize(x, rows, columns, dtype), *fusible_quantize(x.mT, rows, columns, dtype)
 
 
 def _view_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -130,13 +130,13 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
     return (bits & -0x800000).view(torch.float32)
 
 
-def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+def dequantize_matrix(q: Fp8Matrix, dtype: torch.dtype) -> Tensor:
     """Return the matrix [.., M, K] that the fp8 values times their scales represent, in `dtype`."""
     blocks = _view_blocks(q.values, *BLOCKS[q.kind]).to(dtype)
     return (blocks * q.scale.to(dtype)[..., :, None, :, None]).view(q.values.shape)
 
 
-def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def scaled_gemm(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Multiply fp8 matrices a b^T, [M, K] x [N, K] -> [M, N] in `dtype`.
     Products are summed in fp32, or with `fast` in the less exact accumulator of Hopper's tensor cores, which torch has
     for scales of tensors and rows only.
@@ -155,14 +155,14 @@ def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, f
     return y
 
 
-def _left_scale(q: QuantizedMatrix) -> Tensor:
+def _left_scale(q: Fp8Matrix) -> Tensor:
     """Return the scales in the layout of torch's first operand."""
     if q.kind == ScalingType.BlockWise1x128:
         return q.scale.t().contiguous().t()  # column-major
     return swizzle_mx_scales(q.scale) if q.kind == MX else q.scale
 
 
-def _right_scale(q: QuantizedMatrix) -> Tensor:
+def _right_scale(q: Fp8Matrix) -> Tensor:
     """Return the scales in the layout of torch's second operand, which is passed transposed."""
     if q.kind == ScalingType.BlockWise128x128:
         return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).t()  # padded to a multiple of 4
@@ -189,12 +189,12 @@ KINDS = {  # by recipe: (of activations and gradients, of weights)
 }
 
 
-class QuantizedGradient(NamedTuple):
+class Fp8OutputGradient(NamedTuple):
     """Output gradient dY quantised to fp8 for the dgrad and wgrad GEMMs.
     `forms` are the quantised forms of dY as [M, N]; `shape` [.., N] and `dtype` describe the unquantised dY.
     """
 
-    forms: QuantizedWithTranspose
+    forms: Fp8MatrixWithTranspose
     shape: torch.Size
     dtype: torch.dtype
 
@@ -209,7 +209,9 @@ class Fp8Kernels(TorchKernels):
         leaves: calls the quantisation leaves.
     """
 
-    def __init__(self, recipe: str, gradients: torch.dtype = E4M3, leaves: LeafCompiler | None = None) -> None:
+    def __init__(
+        self, recipe: str, gradients: torch.dtype = E4M3, leaves: FusibleFunctionCompiler | None = None
+    ) -> None:
         super().__init__(leaves)
         self.recipe, self.gradients = recipe, gradients
 
@@ -224,18 +226,18 @@ class Fp8Kernels(TorchKernels):
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
         """Quantise an output gradient dY to fp8."""
         forms = quantize_with_transpose(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
-        return QuantizedGradient(forms, dy.shape, dy.dtype)
+        return Fp8OutputGradient(forms, dy.shape, dy.dtype)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + b, multiplied in fp8."""
-        w = weight.plain if isinstance(weight, QuantizedWithTranspose) else self._weight(weight)
+        w = weight.plain if isinstance(weight, Fp8MatrixWithTranspose) else self._weight(weight)
         y = scaled_gemm(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
         """Return the input gradient dX = dY W, multiplied in fp8."""
-        w = weight.turned if isinstance(weight, QuantizedWithTranspose) else self._weight(weight.t())
+        w = weight.turned if isinstance(weight, Fp8MatrixWithTranspose) else self._weight(weight.t())
         dx = scaled_gemm(dy.forms.plain, w, dy.dtype)
         return dx.view(*dy.shape[:-1], -1)
 
@@ -247,7 +249,7 @@ class Fp8Kernels(TorchKernels):
         dw = scaled_gemm(dy.forms.turned, self._tokens(x.flatten(0, -2).t()), x.dtype)
         if out is None:
             return dw
-        gemm_accumulation.write_values(out, dw, add=add)
+        gemm_accumulation.write_or_add_values(out, dw, add=add)
         return out
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -256,31 +258,31 @@ class Fp8Kernels(TorchKernels):
         The tensorwise recipe uses rowwise scales here, which torch supports. The GEMM for dW stays in bf16: it sums over
         the rows of a group, whose number need not be a multiple of the block size.
         """
-        return self._grouped(x, weight.plain if isinstance(weight, QuantizedWithTranspose) else weight, rows)
+        return self._grouped(x, weight.plain if isinstance(weight, Fp8MatrixWithTranspose) else weight, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
         """Return the input gradient of a grouped GEMM, with dY in e4m3.
         This is the one format of torch's grouped GEMM.
         """
-        return self._grouped(dy, weight.turned if isinstance(weight, QuantizedWithTranspose) else weight.mT, rows)
+        return self._grouped(dy, weight.turned if isinstance(weight, Fp8MatrixWithTranspose) else weight.mT, rows)
 
-    def _grouped(self, x: Tensor, weight: Tensor | QuantizedMatrix, rows: GroupedRows) -> Tensor:
+    def _grouped(self, x: Tensor, weight: Tensor | Fp8Matrix, rows: GroupedRows) -> Tensor:
         kind, fixed = self._grouped_kinds
-        w = weight if isinstance(weight, QuantizedMatrix) else quantize_matrix(weight, fixed, leaves=self.leaves)
+        w = weight if isinstance(weight, Fp8Matrix) else quantize_matrix(weight, fixed, leaves=self.leaves)
         return _grouped_scaled_gemm(quantize_matrix(x, kind, leaves=self.leaves), w, rows, x.dtype)
 
     @property
     def _grouped_kinds(self) -> tuple[ScalingType, ScalingType]:
         return KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
 
-    def _tokens(self, x: Tensor) -> QuantizedMatrix:
+    def _tokens(self, x: Tensor) -> Fp8Matrix:
         return quantize_matrix(x, KINDS[self.recipe][0], leaves=self.leaves)
 
-    def _weight(self, weight: Tensor) -> QuantizedMatrix:
+    def _weight(self, weight: Tensor) -> Fp8Matrix:
         return quantize_matrix(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
 
-def _grouped_scaled_gemm(x: QuantizedMatrix, weight: QuantizedMatrix, rows: GroupedRows, dtype: torch.dtype) -> Tensor:
+def _grouped_scaled_gemm(x: Fp8Matrix, weight: Fp8Matrix, rows: GroupedRows, dtype: torch.dtype) -> Tensor:
     """Multiply rows [M, D] by their group's matrix of [G, N, D]: [M, N]. A CPU multiplies the dequantised numbers."""
     if x.values.device.type == "cpu":
         wide = torch.promote_types(dtype, torch.float32)

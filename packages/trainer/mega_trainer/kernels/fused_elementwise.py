@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_function
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, apply_autograd_function
 
 SLOPE = 1.702  # of the gate in GPT-OSS, whose sigmoid approximates GELU
 APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
@@ -27,7 +27,7 @@ APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 # ------------------------------------------------------------------------------------------------------ gated activations
 
 
-def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
+def fusible_gated_activation(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
     """Return act(gate) * up: [N tokens, 2F] (gate, then up) -> [N, F], with the arguments of `Kernels.gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
@@ -38,8 +38,8 @@ def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None)
     return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate=APPROXIMATE[activation])).mul_(up)
 
 
-def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return the gradient of `gate_up` [N, 2F], gate and up side by side, from dy [N, F], for `gated_activation_leaf`."""
+def fusible_gated_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
+    """Return the gradient of `gate_up` [N, 2F], gate and up side by side, from dy [N, F], for `fusible_gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         inside = gate <= limit, up.abs() <= limit
@@ -56,42 +56,49 @@ def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str,
     return torch.cat([dgate, F.gelu(gate, approximate=APPROXIMATE[activation]).mul_(dy)], -1)
 
 
-def weighted_activation_leaf(gate_up: Tensor, weights: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return `gated_activation_leaf` with each token's row multiplied by its weight, [N] in at least fp32."""
-    y = gated_activation_leaf(gate_up, activation, limit)
+def fusible_weighted_activation(gate_up: Tensor, weights: Tensor, activation: str, limit: float | None) -> Tensor:
+    """Return `fusible_gated_activation` with each token's row multiplied by its weight, [N] in at least fp32."""
+    y = fusible_gated_activation(gate_up, activation, limit)
     return y.mul_(weights.to(y.dtype).unsqueeze(-1))
 
 
-def weighted_activation_backward_leaf(
+def fusible_weighted_activation_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, activation: str, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` [N, 2F] and of the weights [N] from dy [N, F], for `weighted_activation_leaf`."""
-    dweights = (dy * gated_activation_leaf(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
-    return gated_activation_backward_leaf(dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit), dweights
+    """Return the gradients of `gate_up` [N, 2F] and of the weights [N] from dy [N, F], for `fusible_weighted_activation`."""
+    dweights = (dy * fusible_gated_activation(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
+    return fusible_gated_activation_backward(
+        dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit
+    ), dweights
 
 
 class _GatedActivation(Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
+        ctx: Any,
+        gate_up: Tensor,
+        weights: Tensor | None,
+        activation: str,
+        limit: float | None,
+        leaves: FusibleFunctionCompiler,
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         ctx.how, ctx.leaves = (activation, limit), leaves
         if weights is None:
-            return leaves(gated_activation_leaf, gate_up, activation, limit)
-        return leaves(weighted_activation_leaf, gate_up, weights, activation, limit)
+            return leaves(fusible_gated_activation, gate_up, activation, limit)
+        return leaves(fusible_weighted_activation, gate_up, weights, activation, limit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
         if weights is None:
-            return ctx.leaves(gated_activation_backward_leaf, dy, gate_up, *ctx.how), None, None, None, None
-        return *ctx.leaves(weighted_activation_backward_leaf, dy, gate_up, weights, *ctx.how), None, None, None
+            return ctx.leaves(fusible_gated_activation_backward, dy, gate_up, *ctx.how), None, None, None, None
+        return *ctx.leaves(fusible_weighted_activation_backward, dy, gate_up, weights, *ctx.how), None, None, None
 
 
 def gated_activation(
-    gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
+    gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: FusibleFunctionCompiler
 ) -> Tensor:
     """Apply a gated activation, differentiable, with forward and backward as one kernel each if possible.
     They are one kernel if `leaves` compiles; see `Kernels.gated_activation`.
@@ -118,7 +125,7 @@ def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
     return length.mul_(length).div_(count).add_(eps).rsqrt_()
 
 
-def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def fusible_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Return the RMSNorm of x [N, D], and the factor 1 / RMS of each row, [N, 1] in at least fp32."""
     values = upcast_to_fp32(x)
     scale = inverse_rms(values, x.shape[-1], eps)
@@ -126,15 +133,15 @@ def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
     return normed if values is x else normed.to(x.dtype), scale
 
 
-def add_rms_norm_leaf(
+def fusible_add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + y, its RMSNorm, and the factor 1 / RMS of each row, with the arguments of `rms_norm_leaf`."""
+    """Return x + y, its RMSNorm, and the factor 1 / RMS of each row, with the arguments of `fusible_rms_norm`."""
     total = x + y
-    return total, *rms_norm_leaf(total, weight, eps, zero_centered)
+    return total, *fusible_rms_norm(total, weight, eps, zero_centered)
 
 
-def rms_norm_backward_leaf(
+def fusible_rms_norm_backward(
     dy: Tensor, dx: Tensor | None, x: Tensor, scale: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return RMSNorm's gradients of x [N, D], to which `dx` from other uses of x is added, and of the weight [D]."""
@@ -155,12 +162,18 @@ def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
 class _AddRmsNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool,
+        leaves: FusibleFunctionCompiler,
     ) -> tuple[Tensor, Tensor]:
         if y is None:
-            normed, scale = leaves(rms_norm_leaf, x, weight, eps, zero_centered)
+            normed, scale = leaves(fusible_rms_norm, x, weight, eps, zero_centered)
         else:
-            x, normed, scale = leaves(add_rms_norm_leaf, x, y, weight, eps, zero_centered)
+            x, normed, scale = leaves(fusible_add_rms_norm, x, y, weight, eps, zero_centered)
         ctx.save_for_backward(x, scale, weight)
         ctx.zero_centered, ctx.leaves, ctx.added = zero_centered, leaves, y is not None
         ctx.set_materialize_grads(False)
@@ -171,12 +184,12 @@ class _AddRmsNorm(Function):
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return dx, dx if ctx.added else None, None, None, None, None
-        out, dweight = ctx.leaves(rms_norm_backward_leaf, dy, dx, *ctx.saved_tensors, ctx.zero_centered)
+        out, dweight = ctx.leaves(fusible_rms_norm_backward, dy, dx, *ctx.saved_tensors, ctx.zero_centered)
         return out, out if ctx.added else None, dweight, None, None, None
 
 
 def add_rms_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: FusibleFunctionCompiler
 ) -> tuple[Tensor, Tensor]:
     """Return x + y (x without y) and its RMSNorm, differentiable."""
     stream, normed = apply_autograd_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
@@ -186,7 +199,9 @@ def add_rms_norm(
 # -------------------------------------------------------------------------------------------------------- rotary embedding
 
 
-def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
+def fusible_rotary_embedding(
+    cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor
+) -> Tensor:
     """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated.
     They are rotated by the rotary angles, or with `back` by their negatives, for the gradient.
 
@@ -211,7 +226,7 @@ def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning
 def _rotate_parts(
     cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, parts: Sequence[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield the parts of `rotary_leaf`, their first `turning` heads rotated; a partly rotated part is yielded as two."""
+    """Yield the parts of `fusible_rotary_embedding`, their first `turning` heads rotated; a partly rotated part is yielded as two."""
     for part in parts:
         own = min(turning, part.shape[-2])
         if own:
@@ -247,23 +262,23 @@ class _ApplyRotary(Function):
         interleaved: bool,
         heads: Sequence[int],
         turning: int,
-        leaves: LeafCompiler,
+        leaves: FusibleFunctionCompiler,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.leaves = interleaved, leaves
         ctx.turning = sum(heads[:turning])
-        out = leaves(rotary_leaf, cos, sin, interleaved, False, ctx.turning, x)
+        out = leaves(fusible_rotary_embedding, cos, sin, interleaved, False, ctx.turning, x)
         return torch.split(out, list(heads), -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
-        dx = ctx.leaves(rotary_leaf, *ctx.saved_tensors, ctx.interleaved, True, ctx.turning, *dparts)
+        dx = ctx.leaves(fusible_rotary_embedding, *ctx.saved_tensors, ctx.interleaved, True, ctx.turning, *dparts)
         return dx, None, None, None, None, None, None
 
 
 def apply_rotary(
-    x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: LeafCompiler
+    x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: FusibleFunctionCompiler
 ) -> tuple[Tensor, ...]:
     """Split x [B, S, H, d] into parts of `heads` heads each, with some heads rotated by the rotary angles.
     The first `turning` heads of x are rotated.

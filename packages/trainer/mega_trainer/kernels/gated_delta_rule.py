@@ -101,9 +101,9 @@ def _decays(sums: Tensor, chunks: SequenceChunks) -> tuple[Tensor, Tensor, Tenso
     size, last = sums.shape[-2], sums[..., -1:, :]
     hidden = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu(1)
     since_start, to_end, through = sums.exp(), (last - sums).exp(), last.exp()
-    if chunks.same_document_mask is not None and chunks.started_before is not None:
+    if chunks.same_document_mask is not None and chunks.document_started_before_chunk is not None:
         together = chunks.same_document_mask[:, :, None, None]
-        continued = chunks.started_before[:, :, None, None, :, None]
+        continued = chunks.document_started_before_chunk[:, :, None, None, :, None]
         hidden = hidden | ~together
         since_start, to_end, through = (
             since_start * continued,

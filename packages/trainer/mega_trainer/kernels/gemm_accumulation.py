@@ -21,7 +21,7 @@ def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fa
     if out.dtype == a.dtype:
         return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
     if not _is_gpu(out):
-        return write_values(out, a.mm(b), add=add)
+        return write_or_add_values(out, a.mm(b), add=add)
     if add:
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
@@ -38,7 +38,7 @@ def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: 
     """Write values times a scalar into `out`, or with `add` add them to it: the gradient of a weight of `dtype`."""
     if not _is_gpu(out):  # not fused, for the rounding of a gradient that autograd passes on
         for some, part in zip(_split_for_cache(out), _split_for_cache(values), strict=True):
-            write_values(some, (part * scale).to(dtype), add=add)
+            write_or_add_values(some, (part * scale).to(dtype), add=add)
         return out
     return out.addcmul_(values, scale) if add else torch.mul(values, scale, out=out)
 
@@ -50,7 +50,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
     Values of the same row are added in a fixed order.
     """
     if not _is_gpu(out):
-        return write_values(
+        return write_or_add_values(
             out, torch.ops.aten.embedding_dense_backward(values, row_indices, len(out), -1, False), add=add
         )
     if not add:
@@ -58,7 +58,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
     return out.index_put_((row_indices.flatten(),), values.flatten(0, -2).to(out.dtype), accumulate=True)
 
 
-def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
+def write_or_add_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
     """Write values into a tensor, or with `add` add them to the tensor."""
     if not add:
         return out.copy_(values)

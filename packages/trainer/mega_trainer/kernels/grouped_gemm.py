@@ -71,7 +71,7 @@ def grouped_wgrad_gemm(
         if not _zeroes_empty_groups(x.device):
             empty = rows.ends.diff(prepend=rows.ends.new_zeros(1)) == 0
             sums.masked_fill_(empty.view(-1, 1, 1), 0.0)
-        return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
+        return sums if out is None else gemm_accumulation.write_or_add_values(out, sums, add=add)
     if out is None:
         out = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
     if x.is_meta:  # in the planner: the row counts are unknown, and only shapes are needed

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PagedAttentionName, PagedRows
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PagedAttentionName, VisiblePagedKeys
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.selective_scan import ScanInputs
@@ -32,7 +32,7 @@ class RelativePositionBias:
     values: Tensor
     zero: int
 
-    def bias_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
+    def compute_relative_bias_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
         """Return the index into `values` for each pair of a query and a key: int64 [queries, keys].
         The arguments are ranges of queries and keys; `ahead` is the total keys minus the total queries.
         """
@@ -43,7 +43,7 @@ class RelativePositionBias:
         """Return the whole relative position bias, [heads, queries, keys].
         It is for queries that end at the last key.
         """
-        return self.values[:, self.bias_indices(range(queries), range(keys), keys - queries)]
+        return self.values[:, self.compute_relative_bias_indices(range(queries), range(keys), keys - queries)]
 
     def select_heads(self, heads: slice) -> RelativePositionBias:
         """Return the relative position bias of a slice of the heads."""
@@ -191,7 +191,7 @@ class Kernels(Protocol):
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        rows: PagedRows,
+        rows: VisiblePagedKeys,
         how: AttentionScoreTransform,
         name: PagedAttentionName,
     ) -> Tensor:

@@ -22,7 +22,7 @@ R = TypeVar("R")
 MOST_SHAPES = 32  # compilations of one variant; sizes that change become dynamic, so that far fewer are made
 
 
-class LeafCompiler:
+class FusibleFunctionCompiler:
     """Caller of leaf functions, small elementwise functions that torch.compile fuses.
     It calls them eagerly or, with `compiled`, by torch.compile.
 

@@ -57,7 +57,7 @@ class Nf4Quantizer:
         """Return the values of an NF4 weight; fp64 results are exact to fp32 only."""
         state = self._library.QuantState(
             absmax=scales.view(-1),
-            shape=torch.Size(unpacked_shape(packed.shape)),
+            shape=torch.Size(get_unpacked_4bit_shape(packed.shape)),
             dtype=torch.float32 if dtype == torch.float64 else dtype,
             blocksize=BLOCK,
             quant_type="nf4",
@@ -66,6 +66,6 @@ class Nf4Quantizer:
         return values.to(dtype)
 
 
-def unpacked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def get_unpacked_4bit_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the values of a 4-bit packed tensor of `shape`: the last axis is twice as long."""
     return *shape[:-1], 2 * shape[-1]

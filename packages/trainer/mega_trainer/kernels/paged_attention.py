@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.kernels.attention_masks import PagedAttentionName, PagedRows
-from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attend_with_mask
-from mega_trainer.kernels.flash_attention import fits_gpu_kernels
+from mega_trainer.kernels.attention_masks import PagedAttentionName, VisiblePagedKeys
+from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attend_unfused_with_mask
+from mega_trainer.kernels.flash_attention import supports_fused_attention_on_gpu
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, RelativePositionBias
 
 FLASH_PAGE = 256  # tokens; flash-attn 2's kernels require a multiple of it
@@ -38,19 +38,24 @@ def flash_page_size(device: torch.device, dtype: torch.dtype) -> int | None:
 
 
 def supports_paged_attention(
-    name: PagedAttentionName, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform
+    name: PagedAttentionName,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: VisiblePagedKeys,
+    how: AttentionScoreTransform,
 ) -> bool:
     """Return whether the implementation called `name` supports a call with the arguments of `Kernels.paged_attention`."""
     if name == "gathered":
         return how.bias is None or (how.softcap is None and how.sinks is None)
     if name == "flash":
         plain = how.softcap is None and how.bias is None and not rows.chunked and keys.shape[-1] == values.shape[-1]
-        return plain and rows.page % FLASH_PAGE == 0 and fits_gpu_kernels(q, values)
+        return plain and rows.page % FLASH_PAGE == 0 and supports_fused_attention_on_gpu(q, values)
     return True
 
 
 def choose_paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform
+    q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
 ) -> PagedAttentionName:
     """Return the fastest implementation of a call with the arguments of `Kernels.paged_attention`.
 
@@ -70,7 +75,7 @@ def choose_paged_attention(
 
 
 def attend_paged_flash(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform
+    q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
 ) -> Tensor:
     """Compute attention by torch's flash attention kernel, which reads the pages in place.
     Arguments and result are as in `Kernels.paged_attention`.
@@ -87,14 +92,16 @@ def attend_paged_flash(
     return y.to(q.dtype)
 
 
-def attend_gathered(q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform) -> Tensor:
+def attend_gathered_pages(
+    q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
+) -> Tensor:
     """Compute attention to the keys and values of all rows, gathered into one padded batch.
     Arguments and result are as in `Kernels.paged_attention`.
     """
     k = keys.index_select(0, rows.slots).view(len(q), rows.longest, *keys.shape[1:])
     v = k if values is keys else values.index_select(0, rows.slots).view(len(q), rows.longest, *values.shape[1:])
     if how.softcap is not None or how.sinks is not None:
-        y, lse = attend_with_mask(q.unsqueeze(1), k, v, rows.mask, replace(how, bias=None))
+        y, lse = attend_unfused_with_mask(q.unsqueeze(1), k, v, rows.mask, replace(how, bias=None))
         if how.sinks is not None:
             y, _ = apply_attention_sinks(y, lse, how.sinks)
         return y.squeeze(1).to(q.dtype)
@@ -108,7 +115,7 @@ def attend_gathered(q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, ho
     return y.flatten(1, 2)
 
 
-def _gather_bias(bias: RelativePositionBias, rows: PagedRows) -> Tensor:
+def _gather_bias(bias: RelativePositionBias, rows: VisiblePagedKeys) -> Tensor:
     """Return the relative position bias of each row's visible keys, [N, H, T]; `bias` is for one query and T keys."""
     indices = (rows.offsets + (bias.zero + 1) + (rows.first - rows.stop)[:, None]).clamp_(max=bias.zero)
     return bias.values[:, indices].transpose(0, 1)

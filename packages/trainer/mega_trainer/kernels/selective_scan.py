@@ -62,9 +62,9 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     )  # tokens of the chunk's last document
     kept = _by_group(zero_tokens_outside_mask((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
-    carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
+    carried = None if chunks.document_started_before_chunk is None else chunks.document_started_before_chunk[:, :, -1]
     before = pass_states(zero_tokens_outside_mask(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
-    reach = _by_group(zero_tokens_outside_mask(total.exp(), chunks.started_before), groups)
+    reach = _by_group(zero_tokens_outside_mask(total.exp(), chunks.document_started_before_chunk), groups)
     y = inside + (c.unsqueeze(3) @ before.mT) * reach.unsqueeze(-1)
     return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
 

@@ -67,7 +67,7 @@ class SequenceChunks:
         return None if starts is None else starts[..., :, None] == starts[..., None, :]
 
     @cached_property
-    def started_before(self) -> Tensor | None:
+    def document_started_before_chunk(self) -> Tensor | None:
         """Mask of tokens whose document began before their chunk: bool [batch, n, size]; None if all did."""
         return None if self.chunk_document_starts is None else self.chunk_document_starts < 0
 

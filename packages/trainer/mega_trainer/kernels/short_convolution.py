@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_function
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, apply_autograd_function
 
 
-def convolution_leaf(
+def fusible_causal_convolution(
     x: Tensor,
     before: Tensor | None,
     weight: Tensor,
@@ -35,7 +35,7 @@ def convolution_leaf(
     return (F.silu(z) if silu else z).to(x.dtype)
 
 
-def convolution_backward_leaf(
+def fusible_causal_convolution_backward(
     dy: Tensor,
     x: Tensor,
     before: Tensor | None,
@@ -94,18 +94,18 @@ class _ShortConvolution(Function):
         bias: Tensor | None,
         preceding_tokens: Tensor | None,
         silu: bool,
-        leaves: LeafCompiler,
+        leaves: FusibleFunctionCompiler,
     ) -> Tensor:
         ctx.save_for_backward(x, before, weight, bias, preceding_tokens)
         ctx.silu, ctx.leaves = silu, leaves
-        return leaves(convolution_leaf, x, before, weight, bias, preceding_tokens, silu)
+        return leaves(fusible_causal_convolution, x, before, weight, bias, preceding_tokens, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, before, weight, bias, reach = ctx.saved_tensors
         dx, dbefore, dweight, dbias = ctx.leaves(
-            convolution_backward_leaf, dy, x, before, weight, bias, reach, ctx.silu
+            fusible_causal_convolution_backward, dy, x, before, weight, bias, reach, ctx.silu
         )
         return dx, None if before is None else dbefore, dweight, None if bias is None else dbias, None, None, None
 
@@ -117,7 +117,7 @@ def short_convolution(
     bias: Tensor | None,
     preceding_tokens: Tensor | None,
     silu: bool,
-    leaves: LeafCompiler,
+    leaves: FusibleFunctionCompiler,
 ) -> Tensor:
     """Convolve each channel of x [B, S, D] causally along S, with a kernel of its own; differentiable."""
     y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, silu, leaves)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedMask
-from mega_trainer.kernels.flash_attention import FlashKernel, fits_gpu_kernels
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedDocumentMask
+from mega_trainer.kernels.flash_attention import FlashKernel, supports_fused_attention_on_gpu
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, GemmOperand, WholeSequenceAttentionKernel
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
@@ -34,7 +34,7 @@ class TeLinearKernels(TorchKernels):
 
     def __init__(
         self,
-        leaves: LeafCompiler | None = None,
+        leaves: FusibleFunctionCompiler | None = None,
         flash: FlashKernel | None = None,
         whole: WholeSequenceAttentionKernel | None = None,
         recurrent: RecurrentLibraries | None = None,
@@ -85,7 +85,7 @@ class TeLinearKernels(TorchKernels):
         return dw
 
 
-class PreparedOperand(NamedTuple):
+class TeGemmOperand(NamedTuple):
     """Operand of Transformer Engine's GEMMs, quantised once for two of them.
     It has `matrix` [M, K] in fp8, rowwise and columnwise, and the original `shape` [.., K] and `dtype`.
     """
@@ -109,13 +109,13 @@ def _make_quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
 
 def _operand(quantizer: Any, x: GemmOperand, *, rowwise: bool) -> Any:
     """Return a GEMM operand that is summed over its last axis (rowwise), or its first."""
-    if isinstance(x, PreparedOperand):
+    if isinstance(x, TeGemmOperand):
         return x.matrix
     return _matrix(quantizer, x, rowwise=rowwise, columnwise=not rowwise)
 
 
-def _prepare(quantizer: Any, x: Tensor) -> PreparedOperand:
-    return PreparedOperand(_matrix(quantizer, x, rowwise=True, columnwise=True), x.shape, x.dtype)
+def _prepare(quantizer: Any, x: Tensor) -> TeGemmOperand:
+    return TeGemmOperand(_matrix(quantizer, x, rowwise=True, columnwise=True), x.shape, x.dtype)
 
 
 def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
@@ -141,15 +141,20 @@ class TeAttention:
         """Return whether Transformer Engine supports attention with these operands.
         See `WholeSequenceAttentionKernel.supports_call`.
         """
-        band = mask.band if isinstance(mask, PackedMask) else mask
-        return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms
+        band = mask.band if isinstance(mask, PackedDocumentMask) else mask
+        return (
+            supports_fused_attention_on_gpu(q, v)
+            and band.right == 0
+            and q.shape[1] == k.shape[1]
+            and not how.has_unfused_terms
+        )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
         """Compute attention by Transformer Engine, with the arguments of `Kernels.attention`."""
-        band = mask.band if isinstance(mask, PackedMask) else mask
-        documents = isinstance(mask, PackedMask)
+        band = mask.band if isinstance(mask, PackedDocumentMask) else mask
+        documents = isinstance(mask, PackedDocumentMask)
         key = (q.shape[2:], k.shape[2:], v.shape[2:], band, how.scale, documents)
         module = self.modules.get(key)
         if module is None:
@@ -159,7 +164,7 @@ class TeAttention:
                 window_size=(-1 if band.left is None else band.left, 0), softmax_scale=how.scale,
             )  # fmt: skip
         shape = (*q.shape[:3], v.shape[-1])
-        if not isinstance(mask, PackedMask):
+        if not isinstance(mask, PackedDocumentMask):
             return module(q, k, v).view(shape)  # type: ignore[no-any-return]
         starts, longest = mask.cu_seqlens, max(mask.lengths)
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))

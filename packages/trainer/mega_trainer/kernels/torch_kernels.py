@@ -22,7 +22,7 @@ from mega_trainer.kernels.attention_masks import (
     AttentionMaskSpec,
     BandMask,
     PagedAttentionName,
-    PagedRows,
+    VisiblePagedKeys,
     materialize_dense_mask,
 )
 from mega_trainer.kernels.channel_scan import channel_scan
@@ -36,8 +36,8 @@ from mega_trainer.kernels.kernel_interface import (
     RotaryAngles,
     WholeSequenceAttentionKernel,
 )
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.kernels.paged_attention import attend_gathered, attend_paged_flash
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
+from mega_trainer.kernels.paged_attention import attend_gathered_pages, attend_paged_flash
 from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
@@ -57,13 +57,13 @@ class TorchKernels:
 
     def __init__(
         self,
-        leaves: LeafCompiler | None = None,
+        leaves: FusibleFunctionCompiler | None = None,
         flash: FlashKernel | None = None,
         whole: WholeSequenceAttentionKernel | None = None,
         recurrent: RecurrentLibraries | None = None,
     ) -> None:
         self.recurrent = recurrent or RecurrentLibraries()
-        self.leaves, self.flash = leaves or LeafCompiler(), flash or TorchFlashKernel()
+        self.leaves, self.flash = leaves or FusibleFunctionCompiler(), flash or TorchFlashKernel()
         self.whole = whole or (SdpaAttention() if flash is None else None)
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
@@ -152,12 +152,12 @@ class TorchKernels:
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        rows: PagedRows,
+        rows: VisiblePagedKeys,
         how: AttentionScoreTransform,
         name: PagedAttentionName,
     ) -> Tensor:
         """Compute attention of one query per row to a paged KV cache, by torch's flash attention or a gathered batch."""
-        attend = attend_paged_flash if name == "flash" else attend_gathered
+        attend = attend_paged_flash if name == "flash" else attend_gathered_pages
         return attend(q, keys, values, rows, how)
 
     def attend_block(

@@ -52,7 +52,7 @@ def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        status = exit_status_of(failure.exitcode for failure in failures)
+        status = merge_exit_codes(failure.exitcode for failure in failures)
         if status != os.EX_TEMPFAIL:
             print(error, file=sys.stderr)
         return status
@@ -92,11 +92,11 @@ def _exit_when_stuck(done: threading.Event) -> None:
             os._exit(_print_failure("a rank has ended, and the machine of --rdzv-endpoint does not answer"))
 
 
-def exit_status_of(exit_codes: Iterable[int]) -> int:
+def merge_exit_codes(exit_codes: Iterable[int]) -> int:
     """Return the exit status of a job from the exit codes of its ranks.
     The codes are in order of failure; negative codes are signals.
 
-    >>> exit_status_of([75, -15, 75]), exit_status_of([75, 2, 1]), exit_status_of([-9, 75])
+    >>> merge_exit_codes([75, -15, 75]), merge_exit_codes([75, 2, 1]), merge_exit_codes([-9, 75])
     (75, 2, 137)
     """
     codes = list(exit_codes)

@@ -101,7 +101,7 @@ def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
 
 
 @contextlib.contextmanager
-def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
+def convert_unreachable_rank_errors(ranks: RankInfo) -> Iterator[None]:
     """Convert torch's errors in the `with` block about unreachable ranks into one `TrainingError`.
     The errors are about ranks, or a job's store, that do not answer.
 
@@ -141,7 +141,7 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(ranks.local_rank)
-    with name_missing_ranks(ranks):
+    with convert_unreachable_rank_errors(ranks):
         store = select_attempt_store(next(rendezvous("env://"))[0], os.environ)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

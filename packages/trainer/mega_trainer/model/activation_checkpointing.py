@@ -1,7 +1,7 @@
 """Activation checkpointing: saved activations of a stage's layers are kept, recomputed (arXiv:1604.06174) or offloaded.
 
 Saved-tensor hooks of autograd replace the tensors that a layer's operations save. An output that is cheap to recompute,
-such as a norm's, is dropped, since its input is saved anyway; `ActivationOffload` moves others to host memory.
+such as a norm's, is dropped, since its input is saved anyway; `ActivationOffloadPool` moves others to host memory.
 
 Dropout masks are seeded by their use (`mega_trainer.distributed.rng`), so there is no generator state to restore.
 
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from mega_ckpt.host_staging import allocate_host_memory
 
 
-class ActivationOffload:
+class ActivationOffloadPool:
     """Pool of host memory for offloaded activations of the first layers of a pipeline stage.
     It is for the first `layers` layers and reused after each backward.
 
@@ -72,7 +72,7 @@ class OffloadedActivations:
     With `keep` it offloads none, but its backward prefetches the tensors of the preceding layer.
     """
 
-    def __init__(self, offload: ActivationOffload, before: OffloadedActivations | None, *, keep: bool) -> None:
+    def __init__(self, offload: ActivationOffloadPool, before: OffloadedActivations | None, *, keep: bool) -> None:
         self._offload, self._before, self._keep = offload, before, keep
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
@@ -123,7 +123,7 @@ class _View:
 class _HostCopy:
     """Copy of a storage in host memory, alive as long as a view of it."""
 
-    def __init__(self, offload: ActivationOffload, storage: torch.UntypedStorage) -> None:
+    def __init__(self, offload: ActivationOffloadPool, storage: torch.UntypedStorage) -> None:
         self._offload, self.device, self.source = offload, storage.device, weakref.ref(storage)
         self._host = offload.acquire_buffer(storage.nbytes(), self.device)
         self._back: Tensor | None = None
@@ -195,7 +195,7 @@ class ActivationCheckpointer:
     They are kept, recomputed (`recompute`) or moved to host memory (`offload`).
     """
 
-    def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffload | None = None) -> None:
+    def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffloadPool | None = None) -> None:
         self.recompute, self.offload = recompute or RecomputePolicy(), offload
         self._open: _LayerHooks | None = None
         self._last: OffloadedActivations | None = None

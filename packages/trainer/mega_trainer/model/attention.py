@@ -62,7 +62,7 @@ class AttentionCore(nn.Module):
         """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
-        context = context if self.chunk is None else context.with_chunks(self.chunk, len(q))
+        context = context if self.chunk is None else context.with_attention_chunks(self.chunk, len(q))
         length, how, whole = q.shape[1] * self.cp_size, self.score_transform, partial(self._attend_whole, context)
         if context.relative is not None:
             how = context.relative.add_to_scores(how, length, length)
@@ -171,7 +171,9 @@ class SelfAttention(nn.Module):
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
         own = config.position == "relative" and config.relative.every_layer
         self.relative = (
-            LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
+            LayerRelativePositionBias(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer))
+            if own
+            else None
         )
         self.clip = config.qkv_clip
         self.gated, self.saved = config.attention_gate, build.saved
@@ -244,19 +246,23 @@ class EncodedPositionAttention(SelfAttention):
         return *(self.encode(part, context.positions).to(v.dtype) for part in (q, k)), v
 
 
-class LayerBiasTable(nn.Module):
+class LayerRelativePositionBias(nn.Module):
     """Relative position bias table that only one layer uses, not shared by all layers."""
 
     def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
         super().__init__()
-        self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
+        self.config, self.causal, self.table = (
+            build.config.relative,
+            causal,
+            build_relative_position_bias_table(build, name),
+        )
 
     def add_to_context(self, context: ForwardContext) -> ForwardContext:
         """Return a copy of the forward context with this layer's relative position bias table."""
         return replace(context, relative=BucketedPositionBias(self.table, self.config, self.causal))
 
 
-def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
+def build_relative_position_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
     """Build this tensor rank's heads [buckets, H/T] of a relative position bias table; `name` is without `.weight`."""
     rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
     own = heads // tp.size

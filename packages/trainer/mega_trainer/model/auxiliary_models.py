@@ -78,7 +78,7 @@ class DistillationTeacher(Decoder):
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
         `Decoder.compute_objective`.
         """
-        hidden = self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1)
+        hidden = self.head.prepare_hidden_for_logits(self.head.norm(x)).flatten(0, 1)
         output = self.get_output_projection(tied_weight)
         ids, log_probs = topk_log_probs(
             hidden, *output, self.groups.tp, self.config.vocab_size, self.config.logit_softcap, self.count

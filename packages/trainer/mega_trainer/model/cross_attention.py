@@ -18,7 +18,7 @@ from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.forward_context import EncoderContext, ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
+from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_from_sequence_parallel_region
 
 
 class CrossAttention(nn.Module):
@@ -68,7 +68,7 @@ class CrossAttention(nn.Module):
         """
         pair = self.kv(memory)
         if self.groups.cp.size > 1:
-            pair = gather_sequence(pair, self.groups.cp, sp=True)
+            pair = gather_from_sequence_parallel_region(pair, self.groups.cp, sp=True)
         k, v = torch.unflatten(pair, -1, (-1, self.size)).chunk(2, -2)
         return k, v
 

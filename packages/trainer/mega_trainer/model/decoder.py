@@ -19,8 +19,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
-from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
-from mega_trainer.model.attention import build_bias_table
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffloadPool, RecomputePolicy
+from mega_trainer.model.attention import build_relative_position_bias_table
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
@@ -30,7 +30,7 @@ from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
-from mega_trainer.parallel.zero_buffers import ForwardUnit
+from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 
 class MultiTokenPredictor(nn.Module):
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
         build: LayerBuilder,
         stage: StageLayers | None = None,
         recompute: RecomputePolicy | None = None,
-        offload: ActivationOffload | None = None,
+        offload: ActivationOffloadPool | None = None,
     ) -> None:
         super().__init__()
         config = build.config
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         self.stage = stage or StageLayers.for_whole_model(config)
         self.saved = ActivationCheckpointer(recompute, offload)
         build = replace(build, saved=self.saved)
-        self.rotary = RotaryEmbedding.from_model_config(config.full_layer_config, config.rope)
+        self.rotary = RotaryEmbedding.from_model_config(config.full_attention_layer_config, config.rope)
         local = config.local_rope or (config.rope if config.full_attention else None)
         self.local_rotary = None if local is None else RotaryEmbedding.from_model_config(config, local)
         self.has_own_positions = "position" in build.functions
@@ -194,7 +194,9 @@ class Decoder(nn.Module):
             self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
             self.inputs = PositionTypeEmbeddings(build)
-        self.bias_table = build_bias_table(build, "model.relative_bias") if config.relative_bias else None
+        self.bias_table = (
+            build_relative_position_bias_table(build, "model.relative_bias") if config.relative_bias else None
+        )
         self.vision = ImageEmbedder.from_layer_builder(build) if self.stage.embeds else None
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
@@ -203,7 +205,7 @@ class Decoder(nn.Module):
         self.head_bias = build.build_output_bias() if self.stage.heads else None
         if self.stage.heads:
             self.head = OutputHead(build)
-            if config.task_head and not config.num_scores:
+            if config.task_head and not config.num_score_outputs:
                 pass  # embeddings are hidden states
             elif not config.tie_embeddings:
                 self.matrix = build.build_output_matrix()
@@ -216,21 +218,21 @@ class Decoder(nn.Module):
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
         return build_transformer_layer(build, index)
 
-    def list_parameter_units(self) -> list[ForwardUnit]:
+    def list_parameter_units(self) -> list[ForwardGatherUnit]:
         """Return the model's modules (such as layers) in forward order, with their parameters.
         Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
         """
-        units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
+        units = [ForwardGatherUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
-            vision = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
+            vision = [ForwardGatherUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
             tables = [] if self.bias_table is None else [self.bias_table]
-            first = ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters(), *tables])
+            first = ForwardGatherUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters(), *tables])
             units[:0] = [first, *vision]
         if self.stage.heads:
             copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
             output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
-            units.append(ForwardUnit(self.head.norm, [*self.head.parameters(), *output]))
-            units += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
+            units.append(ForwardGatherUnit(self.head.norm, [*self.head.parameters(), *output]))
+            units += [ForwardGatherUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return units
 
     def materialize(self, device: torch.device) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
-from mega_trainer.model.attention import build_bias_table
+from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
+from mega_trainer.model.attention import build_relative_position_bias_table
 from mega_trainer.model.auxiliary_models import TaskOutputDecoder
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
@@ -35,7 +35,7 @@ from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
-from mega_trainer.parallel.zero_buffers import ForwardUnit
+from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 
 class EncoderDecoderModel(Decoder):
@@ -48,7 +48,7 @@ class EncoderDecoderModel(Decoder):
         build: LayerBuilder,
         stage: StageLayers | None = None,
         recompute: RecomputePolicy | None = None,
-        offload: ActivationOffload | None = None,
+        offload: ActivationOffloadPool | None = None,
     ) -> None:
         super().__init__(build, stage, recompute, offload)
         config, tp = self.config, self.groups.tp
@@ -60,17 +60,19 @@ class EncoderDecoderModel(Decoder):
         self.table_shape = (config.relative.buckets, config.num_attention_heads // tp.size) if shared else None
         owns = shared and self.stage.embeds
         names = ("encoder", "decoder") if owns else ()
-        self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
+        self.tables = nn.ParameterList(
+            build_relative_position_bias_table(build, f"model.{name}_relative_bias") for name in names
+        )
 
-    def list_parameter_units(self) -> list[ForwardUnit]:
+    def list_parameter_units(self) -> list[ForwardGatherUnit]:
         """Return the model's modules in forward order, with their parameters.
         Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
         """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
-            first = ForwardUnit(first.module, [*first.parameters, *self.tables])
+            first = ForwardGatherUnit(first.module, [*first.parameters, *self.tables])
         if hasattr(self, "encoder_norm"):
-            norm = ForwardUnit(self.encoder_norm, list(self.encoder_norm.parameters()))
+            norm = ForwardGatherUnit(self.encoder_norm, list(self.encoder_norm.parameters()))
             others.insert(self.encoder_layers - self.stage.first - (0 if self.stage.embeds else 1), norm)
         return [first, *others]
 
@@ -128,7 +130,7 @@ class EncoderDecoderModel(Decoder):
         assert context.source is not None
         length = context.source.length
         memory, x, rows = torch.split(x, [length, x.shape[1] - length - self.bias_table_rows, self.bias_table_rows], 1)
-        encoders, decoders = self.split_contexts(context, rows)
+        encoders, decoders = self.split_encoder_decoder_contexts(context, rows)
         for index, layer in enumerate(self.layers):
             if (number := self.stage.first + index) < self.encoder_layers:
                 memory = self.saved.run_layer(index, layer, memory, encoders)
@@ -164,12 +166,14 @@ class EncoderDecoderModel(Decoder):
         return len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def _tables_as_rows(self, x: Tensor) -> Tensor:
-        """Return the bias tables as stream rows [B, R, D] for x [B, .., D]; `split_contexts` reads the first sample's."""
+        """Return the bias tables as stream rows [B, R, D] for x [B, .., D]; `split_encoder_decoder_contexts` reads the first sample's."""
         flat = torch.cat([x.new_empty(0), *(table.flatten() for table in self.tables)])
         rows = nn.functional.pad(flat, (0, self.bias_table_rows * x.shape[-1] - flat.numel())).view(1, -1, x.shape[-1])
         return rows.expand(len(x), -1, -1)
 
-    def split_contexts(self, context: ForwardContext, rows: Tensor) -> tuple[ForwardContext, ForwardContext]:
+    def split_encoder_decoder_contexts(
+        self, context: ForwardContext, rows: Tensor
+    ) -> tuple[ForwardContext, ForwardContext]:
         """Return the forward contexts of the encoder's and the decoder's layers.
         The relative position bias tables are read from rows [B, R, D] of a pipeline message.
         """

@@ -138,7 +138,7 @@ class ExpertRouter(nn.Module):
             return chosen, weights, x
         kept = chosen
         if self.moe.capacity_factor is not None:
-            kept = drop_over_capacity(chosen, tokens, self.moe, self.sequence_groups)
+            kept = drop_choices_over_capacity(chosen, tokens, self.moe, self.sequence_groups)
         return kept, self._attach_losses(weights, logits, scores, chosen, kept, tokens, routing), x
 
     def _choice_scores(
@@ -170,7 +170,7 @@ class ExpertRouter(nn.Module):
             [value.detach().double() for value in (valid.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
         )
         routing.loads[self.layer] = torch.cat([sums, table[:, :-1].sum(0).double()])
-        return attach_loss(weights, aux + z)
+        return attach_auxiliary_loss(weights, aux + z)
 
     def _auxiliary_losses(
         self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting
@@ -251,7 +251,7 @@ class _AttachLoss(Function):
         return dweights, dweights.new_ones(())
 
 
-def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+def attach_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return x unchanged; its backward adds a scalar loss to the training loss, with gradient one."""
     same: Tensor = _AttachLoss.apply(x, loss)  # type: ignore[no-untyped-call]
     return same
@@ -295,7 +295,9 @@ def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: 
     return sums[:-1].view(tokens.sequences, width)
 
 
-def drop_over_capacity(expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]) -> Tensor:
+def drop_choices_over_capacity(
+    expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]
+) -> Tensor:
     """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence.
 
     An expert takes the first ceil(capacity_factor K T / E) choices of a sequence of T tokens, in the order of positions,

@@ -24,15 +24,15 @@ from mega_trainer.kernels.attention_masks import (
     AttentionMaskBlock,
     AttentionMaskSpec,
     BandMask,
-    PackedMask,
+    PackedDocumentMask,
     PagedAttentionName,
-    PagedRows,
-    rectangle_mask_part,
+    VisiblePagedKeys,
+    make_rectangle_mask_block,
 )
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels, RotaryAngles
 from mega_trainer.kernels.paged_attention import choose_paged_attention, supports_paged_attention
 from mega_trainer.model.relative_position_bias import PositionBias
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
 
 # A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
@@ -65,7 +65,7 @@ class CacheAttentionFunction:
         return torch.cat([self(row, k.transpose(1, 2), v.transpose(1, 2), ALL) for row, k, v in rows]).squeeze(1)
 
     def paged_attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, name: PagedAttentionName | None
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
     ) -> Tensor | None:
         """Compute the layer's attention of one query per row to a paged KV cache in one call; see `Kernels`.
 
@@ -164,7 +164,7 @@ class SequenceMask:
             return make_image_block_masks(self.bidirectional_blocks, queries, keys)
         band = self._band(window)
         if self.document_starts is None:
-            parts = [rectangle_mask_part(slice(None), queries, keys, band)]
+            parts = [make_rectangle_mask_block(slice(None), queries, keys, band)]
         else:
             early, late = sorted((queries, keys), key=lambda indices: indices.start)
             # only one document can reach from the early range into the late one: that of the late range's first token
@@ -174,7 +174,7 @@ class SequenceMask:
             for row, (n, start) in enumerate(zip(shared, starts, strict=True)):
                 pair = early[max(0, start - early.start) :], late[:n]
                 row_queries, row_keys = pair if early is queries else pair[::-1]
-                parts += [rectangle_mask_part(slice(row, row + 1), row_queries, row_keys, band)] if n else []
+                parts += [make_rectangle_mask_block(slice(row, row + 1), row_queries, row_keys, band)] if n else []
         return [part for part in parts if part is not None]
 
     def _band(self, window: int | None) -> BandMask:
@@ -192,7 +192,7 @@ class SequenceMask:
             return None
         share = group.size, group.rank  # layers that exchange heads have whole sequences, others parts
         if share not in self._preceding:
-            indices = rank_token_indices(self.length, group)
+            indices = get_context_rank_token_indices(self.length, group)
             counts = indices - torch.from_numpy(self.document_starts)[:, indices]
             self._preceding[share] = to_device(counts, self.device)
         return self._preceding[share]
@@ -219,7 +219,7 @@ class SequenceMask:
                 begins = np.maximum(self.document_starts[:, indices.start : indices.stop], indices.start)
                 starts = [np.flatnonzero(np.diff(row, prepend=-1)) for row in begins]
                 lengths = np.concatenate([np.diff(row, append=len(indices)) for row in starts])
-                mask = PackedMask.from_lengths(lengths.tolist(), band, self.device)
+                mask = PackedDocumentMask.from_lengths(lengths.tolist(), band, self.device)
             self._masks[indices, window] = mask
         return self._masks[indices, window]
 
@@ -260,7 +260,7 @@ class ForwardContext:
     layer_inputs: Sequence[Tensor] | None = None
     key_values: dict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
 
-    def with_chunks(self, size: int, rows: int) -> ForwardContext:
+    def with_attention_chunks(self, size: int, rows: int) -> ForwardContext:
         """Return a copy for a layer whose queries attend within chunks of `size` tokens of each document, in `rows` rows."""
         assert isinstance(self.attention_mask, SequenceMask)
         return replace(self, attention_mask=self.attention_mask.cut_into_chunks(size, rows))

@@ -31,7 +31,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.recurrent_mixer import RecurrentMixer, invert_softplus_of_steps
 from mega_trainer.parallel.parameter_info import UniformInit
-from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
+from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_from_sequence_parallel_region
 
 DT_INIT = (math.log(1e-3), math.log(1e-1))  # range of the initial softplus(bias), as logarithms
 DT_FLOOR = 1e-4  # its least value
@@ -90,7 +90,9 @@ class KimiDeltaAttention(nn.Module):
     def _project_low_rank_gates(self, x: Tensor, dropout: SeededDropout | None) -> list[Tensor]:
         """Return this rank's channels of the gates f and z, [B, S, H K] of the whole sequence."""
         gates = [gate for gate in self.gates if isinstance(gate, LowRankGate)]
-        latents = gather_sequence(torch.cat([gate.down(x, dropout) for gate in gates], -1), self.tp, sp=self.sp)
+        latents = gather_from_sequence_parallel_region(
+            torch.cat([gate.down(x, dropout) for gate in gates], -1), self.tp, sp=self.sp
+        )
         return [gate(latent, dropout) for gate, latent in zip(gates, latents.chunk(2, -1), strict=True)]
 
     def _apply_delta_rule(

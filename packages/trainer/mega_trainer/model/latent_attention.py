@@ -39,11 +39,11 @@ from mega_trainer.model.lora_adapters import build_replicated_adapter
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.rotary_embedding import yarn_mscale_factor
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
-from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
+from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_from_sequence_parallel_region
 
 
 @dataclass(frozen=True)
-class LatentParts:
+class MlaProjections:
     """Projections of hidden states in multi-head latent attention (MLA), of the whole sequence.
 
     Attributes:
@@ -113,7 +113,7 @@ class MultiLatentAttention(nn.Module):
         out: Tensor = self.out(y.flatten(-2), context.dropout)
         return out
 
-    def project_latents(self, x: Tensor, context: ForwardContext) -> LatentParts:
+    def project_latents(self, x: Tensor, context: ForwardContext) -> MlaProjections:
         """Project hidden states to queries and latents, rotate their rotated parts, and scale the queries."""
         rotation = context.rotation_for_window(self.core.window)
         q, latent, k_rot, query_latent = self._project(x, context.dropout)
@@ -125,7 +125,7 @@ class MultiLatentAttention(nn.Module):
             q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot))
         if context.query_scale is not None:
             q, q_rot = q * context.query_scale, q_rot * context.query_scale
-        return LatentParts(q, q_rot, latent, k_rot, gate, query_latent)
+        return MlaProjections(q, q_rot, latent, k_rot, gate, query_latent)
 
     def _project(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part
@@ -133,10 +133,12 @@ class MultiLatentAttention(nn.Module):
         """
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
-            latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
+            latent, k_rot = torch.split(
+                gather_from_sequence_parallel_region(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1
+            )
             return self.query(x, dropout), latent, k_rot, None
         pair = [latent(x, dropout) for latent in (self.query_latent, self.latent)]
-        joined = gather_sequence(torch.cat(pair, -1), self.tp, sp=self.sp)
+        joined = gather_from_sequence_parallel_region(torch.cat(pair, -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         y = self.linear(q, self.query_heads)
         if self.query_adapter is not None:
@@ -161,14 +163,16 @@ class MultiLatentAttention(nn.Module):
     def _attend_cached(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, cache: KVCache) -> Tensor:
         """Attend in the latent space over the whole cache: [B, S, H, e]."""
         # values as wide as keys, which fused kernels require; the part of the output from k_rot is dropped
-        y = self.core.attend_with_cache(self.to_latent_space(q, q_rot), torch.cat([latent, k_rot], -1), None, cache)
-        return self.from_latent_space(y)
+        y = self.core.attend_with_cache(
+            self.project_queries_to_latent(q, q_rot), torch.cat([latent, k_rot], -1), None, cache
+        )
+        return self.project_outputs_from_latent(y)
 
-    def to_latent_space(self, q: Tensor, q_rot: Tensor) -> Tensor:
+    def project_queries_to_latent(self, q: Tensor, q_rot: Tensor) -> Tensor:
         """Return the queries [B, S, H, c + r] whose keys are [c, k_rot], from their parts without and with rotation."""
         return torch.cat([torch.einsum("bshn,hnc->bshc", q, self._head_matrices()[0]), q_rot], -1)
 
-    def from_latent_space(self, y: Tensor) -> Tensor:
+    def project_outputs_from_latent(self, y: Tensor) -> Tensor:
         """Return the output of heads [B, S, H, e], from the attention over latents [B, S, H, c or wider]."""
         return torch.einsum("bshc,hec->bshe", y[..., : self.mla.kv_lora_rank], self._head_matrices()[1])
 

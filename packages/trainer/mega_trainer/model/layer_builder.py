@@ -12,7 +12,7 @@ from torch import nn
 from mega_ckpt.canonical_tensors import HEAD, SCORE, SCORE_BIAS
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer
 from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
 from mega_trainer.model.norms import AllHeadsRMSNorm, ExtensionNorm, Norm, PerHeadLayerNorm, PlainNorm
@@ -54,7 +54,7 @@ class LayerBuilder(ParameterBuilder):
         functions: functions of extensions, with their options bound, by the field of `ModelConfig` that names one.
     """
 
-    leaves: LeafCompiler = field(default_factory=LeafCompiler)
+    leaves: FusibleFunctionCompiler = field(default_factory=FusibleFunctionCompiler)
     by_layer: Mapping[int, Kernels] = field(default_factory=dict)
     products: Kernels | None = None
     overlapped: OverlappedGemms | None = None
@@ -138,7 +138,9 @@ class LayerBuilder(ParameterBuilder):
         layer.adapter = build_row_adapter(self, name, width)
         return layer
 
-    def build_expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+    def build_expert_input_projections(
+        self, names: Sequence[str], *, bias: bool
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Build the fused input projections, each [F, D], of this rank's experts, split by rows, and their biases.
 
         The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q].
@@ -154,7 +156,7 @@ class LayerBuilder(ParameterBuilder):
             out.append(self.build_expert_parameter((own * len(names), *tail), pieces, std=std))
         return out[0], out[1] if bias else None
 
-    def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+    def build_expert_output_projection(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Build the output projection of this rank's experts, split by columns, and its unsplit bias.
         The weight is [local experts, D, local columns], the bias [local experts, D].
         """
@@ -229,14 +231,16 @@ class LayerBuilder(ParameterBuilder):
         """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks.
         For a reward or task head it is [labels, D], whole on every rank.
         """
-        if not self.config.num_scores:
+        if not self.config.num_score_outputs:
             return self.build_vocab_parameter(HEAD)
-        return self.build_replicated(SCORE, (self.config.num_scores, self.config.hidden_size), std=self.config.init_std)
+        return self.build_replicated(
+            SCORE, (self.config.num_score_outputs, self.config.hidden_size), std=self.config.init_std
+        )
 
     def build_output_bias(self) -> nn.Parameter | None:
         """Build the bias of the output matrix, [V/T] or for a task head [labels], or None if the model has none."""
         if self.config.has_score_bias:
-            return self.build_replicated(SCORE_BIAS, (self.config.num_scores,))
+            return self.build_replicated(SCORE_BIAS, (self.config.num_score_outputs,))
         return self.build_vocab_bias("lm_head.bias") if self.config.has_output_bias else None
 
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from mega_trainer.data.micro_batch import MicroBatch
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.auxiliary_models import DistillationTeacher, TaskOutputDecoder
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.per_layer_input import PerLayerEmbedding
-from mega_trainer.parallel.zero_buffers import ForwardUnit
+from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 
 class LayerInputDecoder(Decoder):
@@ -35,18 +35,18 @@ class LayerInputDecoder(Decoder):
         build: LayerBuilder,
         stage: StageLayers | None = None,
         recompute: RecomputePolicy | None = None,
-        offload: ActivationOffload | None = None,
+        offload: ActivationOffloadPool | None = None,
     ) -> None:
         super().__init__(build, stage, recompute, offload)
         self.input_size = self.config.per_layer_input_size or 0
         embeds = self.stage.embeds and self.input_size
         self.layer_embedding = PerLayerEmbedding(build, self.input_size) if embeds else None
 
-    def list_parameter_units(self) -> list[ForwardUnit]:
+    def list_parameter_units(self) -> list[ForwardGatherUnit]:
         """Return the model's modules in forward order, with their parameters; see `Decoder.list_parameter_units`."""
         first, *others = super().list_parameter_units()
         if self.layer_embedding is not None:
-            first = ForwardUnit(first.module, [*first.parameters, *self.layer_embedding.parameters()])
+            first = ForwardGatherUnit(first.module, [*first.parameters, *self.layer_embedding.parameters()])
         return [first, *others]
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:

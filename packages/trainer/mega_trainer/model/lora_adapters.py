@@ -24,7 +24,7 @@ from mega_trainer.parallel.lora_layers import (
     PerRowAdapters,
 )
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction, apply_grouped_linear
-from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence, sum_partial_results
+from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_from_sequence_parallel_region, sum_partial_results
 
 
 def build_column_adapter(
@@ -79,7 +79,7 @@ def _column_adapter(
         return None
     sync = (tp,) if whole or build.sp else ()
     a = build.build_parameter((start, width), pieces, std=lora_init_std(width), grad_sync=sync, replicas=(tp,))
-    meet = _identity if whole else partial(gather_sequence, group=tp, sp=build.sp)
+    meet = _identity if whole else partial(gather_from_sequence_parallel_region, group=tp, sp=build.sp)
     dropout = _input_dropout(drop, blocks[0].name, width, whole=whole)
     return LoraAdapterLayer(_linear(build), a, b, updates, meet, dropout, magnitudes, _identity)
 

@@ -123,8 +123,10 @@ class GroupedExperts(nn.Module):
         self.weighted_inputs = config.moe is not None and config.moe.weighted_inputs
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
-        self.up, self.up_bias = build.build_expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
-        self.down, self.down_bias = build.build_expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
+        self.up, self.up_bias = build.build_expert_input_projections(
+            [f"{name}.{part}" for part in parts], bias=config.mlp_bias
+        )
+        self.down, self.down_bias = build.build_expert_output_projection(f"{name}.down_proj", bias=config.mlp_bias)
         fused = f"{name}.gate_up_proj" if config.has_gated_mlp else f"{name}.up_proj"
         self.up_adapter = build_expert_adapter(build, fused, parts=len(parts))
         self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)

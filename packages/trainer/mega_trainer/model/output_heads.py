@@ -27,7 +27,7 @@ from mega_trainer.model.vocab_parallel_loss import (
     TokenLossTargets,
     fused_linear_cross_entropy,
 )
-from mega_trainer.parallel.tensor_parallel import gather_sequence
+from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
@@ -136,7 +136,7 @@ class OutputHead(nn.Module):
         self.transform = MaskedLanguageHead(build) if config.masked_lm and config.masked_lm.dense else None
         self.pooler = SequencePooler(build) if config.pooler else None
 
-    def prepare_hidden(self, hidden: Tensor) -> Tensor:
+    def prepare_hidden_for_logits(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled.
         They are computed from normalised hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
@@ -144,13 +144,13 @@ class OutputHead(nn.Module):
         """
         x = hidden if self.transform is None else self.transform(hidden)
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
-        return gather_sequence(x, self.tp, sp=self.sp)
+        return gather_from_sequence_parallel_region(x, self.tp, sp=self.sp)
 
     def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
         """Return logits [B, S, V] of normalised hidden states. Not for training.
         They are over the whole vocabulary on every tensor rank.
         """
-        local = F.linear(self.prepare_hidden(hidden), *output)
+        local = F.linear(self.prepare_hidden_for_logits(hidden), *output)
         logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
 
@@ -168,7 +168,7 @@ class OutputHead(nn.Module):
         if targets.token_loss is not None:
             other = TokenLossTargets(targets.token_loss, targets.labels.flatten(), rows, self.tp, cap, self.leaves)
         total, losses = fused_linear_cross_entropy(
-            self.prepare_hidden(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
+            self.prepare_hidden_for_logits(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
             self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, other,
         )  # fmt: skip
         return total, losses.view(shape)

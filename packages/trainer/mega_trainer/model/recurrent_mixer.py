@@ -22,7 +22,7 @@ from mega_trainer.kernels.selective_scan import ScanPass
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.context_parallel import AllToAllAttention, gather_preceding_tokens
+from mega_trainer.parallel.context_parallel import UlyssesAttention, gather_preceding_tokens
 from mega_trainer.parallel.parallel_linear import ALONE
 from mega_trainer.parallel.parameter_info import UniformInit
 from mega_trainer.parallel.recurrent_state import pass_recurrent_states
@@ -239,7 +239,7 @@ class RecurrentMixer(nn.Module):
         self, rule: RecurrenceRule, conv_input: Tensor, context: ForwardContext, *steps: Tensor
     ) -> Tensor:
         """Compute with all tokens of a share of the heads."""
-        exchange = AllToAllAttention(self.cp)
+        exchange = UlyssesAttention(self.cp)
         received = exchange.exchange_tokens_for_heads(
             [
                 *self._split_blocks(conv_input, self.counts),

@@ -37,19 +37,19 @@ from mega_trainer.kernels.attention_masks import (
     CAUSAL,
     AttentionMaskSpec,
     PagedAttentionName,
-    PagedRows,
+    VisiblePagedKeys,
     materialize_dense_mask,
 )
 from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.model.expert_router import attach_loss
+from mega_trainer.model.expert_router import attach_auxiliary_loss
 from mega_trainer.model.forward_context import CacheAttentionFunction, ForwardContext
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm
-from mega_trainer.parallel.context_parallel import gather_context, rank_token_indices
+from mega_trainer.parallel.context_parallel import gather_context_parallel_tokens, get_context_rank_token_indices
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
-from mega_trainer.parallel.tensor_parallel import gather_sequence, sum_partial_results
+from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region, sum_partial_results
 
 KEY_NORM_EPS = 1e-6  # as in transformers, independent of the model's
 
@@ -91,7 +91,7 @@ class LightningIndexer(nn.Module):
         key = self.key_norm(self.linear(x, self.key)).to(x.dtype)
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = functional.linear(x.to(wide), self.head_weights.to(wide))
-        key, weights = (gather_sequence(part, self.tp, sp=self.sp) for part in (key, weights))
+        key, weights = (gather_from_sequence_parallel_region(part, self.tp, sp=self.sp) for part in (key, weights))
         own = weights.shape[-1] // self.tp.size
         weights = weights[..., self.tp.rank * own : (self.tp.rank + 1) * own] * self.config.num_heads**-0.5
         q = torch.unflatten(self.linear(query_latent, self.query), -1, (own, -1))
@@ -166,7 +166,9 @@ class SparseLatentAttention(MultiLatentAttention):
         index_key: Tensor,
     ) -> Tensor:
         """Attend to the selected tokens of the whole sequence: [B, s, H, e]; in training with the indexer's loss."""
-        latent, k_rot, index_key = (gather_context(part, self.cp) for part in (latent, k_rot.squeeze(2), index_key))
+        latent, k_rot, index_key = (
+            gather_context_parallel_tokens(part, self.cp) for part in (latent, k_rot.squeeze(2), index_key)
+        )
         k, v = self.expand_latent(latent, k_rot.unsqueeze(2), context.dropout)
         q, how = torch.cat([q, q_rot], -1), self.core.score_transform
         scores = self.indexer.score(index_query, weights, index_key)
@@ -175,10 +177,10 @@ class SparseLatentAttention(MultiLatentAttention):
         if context.routing is None or not scores.requires_grad:
             return y
         share = sum_attention_probabilities(q, k, chosen, how.scale, self.indexer.tp)
-        loss = self._average(index_divergence(scores, share, chosen), context.routing)
+        loss = self._average(compute_indexer_kl_divergence(scores, share, chosen), context.routing)
         if self.indexer.tp.rank == 0:  # equal on all tensor ranks
             context.routing.indexer_losses[self.layer] = loss.detach()
-        return attach_loss(y, loss)
+        return attach_auxiliary_loss(y, loss)
 
     def _find_seen(self, context: ForwardContext, rows: int, length: int, device: torch.device) -> Tensor:
         """Return which tokens of the sequence this rank's queries may attend to, bool [B or 1, s, S]."""
@@ -186,7 +188,9 @@ class SparseLatentAttention(MultiLatentAttention):
         if not isinstance(mask, Tensor):
             mask = materialize_dense_mask(mask, (rows, length), length, device)
         mask = mask.squeeze(1)
-        return mask if self.cp.size == 1 else mask[:, to_device(rank_token_indices(length, self.cp), device)]
+        return (
+            mask if self.cp.size == 1 else mask[:, to_device(get_context_rank_token_indices(length, self.cp), device)]
+        )
 
     def _average(self, divergence: Tensor, routing: MicroBatchRouting) -> Tensor:
         """Return this rank's part of the weighted loss from the divergence of each token [B, s]."""
@@ -210,13 +214,16 @@ class SparseLatentAttention(MultiLatentAttention):
     ) -> Tensor:
         """Attend in the latent space to the selected tokens of the cache, which also holds index keys: [B, S, H, e]."""
         assert context.cache is not None
-        main, keys = self.to_latent_space(q, q_rot), torch.cat([latent, k_rot.squeeze(2), index_key], -1).unsqueeze(2)
+        main, keys = (
+            self.project_queries_to_latent(q, q_rot),
+            torch.cat([latent, k_rot.squeeze(2), index_key], -1).unsqueeze(2),
+        )
         packed = torch.cat([part.to(weights.dtype).flatten(2) for part in (main, index_query, weights)], -1)
         attend = SelectedCacheAttention(
             self.core.kernels, self.core.score_transform, None, False, self.indexer, main.shape[2], index_query.shape[2]
         )
         y = context.cache.update_and_attend(self.layer, packed.unsqueeze(2), keys, None, None, attend)
-        return self.from_latent_space(y)
+        return self.project_outputs_from_latent(y)
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,7 @@ class SelectedCacheAttention(CacheAttentionFunction):
         return torch.cat(rows).squeeze(1)
 
     def paged_attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, name: PagedAttentionName | None
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
     ) -> None:
         """Return None: rows are computed one by one, since each selects its tokens."""
 
@@ -272,7 +279,7 @@ def sum_attention_probabilities(q: Tensor, k: Tensor, chosen: Tensor, scale: flo
     return total / total.sum(-1, keepdim=True)
 
 
-def index_divergence(scores: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+def compute_indexer_kl_divergence(scores: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
     """Return KL(share || softmax(scores)) over the chosen tokens of each query, [B, s], from [B, s, S]."""
     logs = scores.masked_fill(~chosen, float("-inf")).log_softmax(-1).masked_fill(~chosen, 0.0)
     terms: Tensor = torch.special.xlogy(share, share) - share * logs

@@ -26,13 +26,13 @@ from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout, seeded_generator
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_local_values, get_parameter_info
-from mega_trainer.parallel.zero_buffers import ForwardUnit
+from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 PROBE_TOKENS = 12  # two documents of six tokens
 
@@ -52,7 +52,7 @@ class TransformersDecoder(Decoder):
         build: LayerBuilder,
         stage: StageLayers | None = None,
         recompute: RecomputePolicy | None = None,
-        offload: ActivationOffload | None = None,
+        offload: ActivationOffloadPool | None = None,
     ) -> None:
         nn.Module.__init__(self)
         assert build.config.transformers is not None
@@ -140,9 +140,9 @@ class TransformersDecoder(Decoder):
                     TensorBox(piece.global_offset, piece.local_view(local)), TensorBox(zeros, fresh[piece.name])
                 )
 
-    def list_parameter_units(self) -> list[ForwardUnit]:
+    def list_parameter_units(self) -> list[ForwardGatherUnit]:
         """Return the module as one unit: its forward waits for all gathered weights."""
-        return [ForwardUnit(self.module, list(self.module.parameters()))]
+        return [ForwardGatherUnit(self.module, list(self.module.parameters()))]
 
     def make_forward_context(
         self,

@@ -24,7 +24,7 @@ from mega_trainer.data.micro_batch import TeacherSoftLabels, TokenLossFunction
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.parallel.parameter_info import get_main_grad_writer
 
 # Elements of logits per chunk: enough to fill a GPU; on a CPU few enough that its allocator reuses the memory. On a CPU,
@@ -112,9 +112,9 @@ class LabelTargets:
     """Cross-entropy targets: one label per token, int64 [N]."""
 
     def __init__(
-        self, labels: Tensor, rows: int, group: CommGroup, softcap: float | None, leaves: LeafCompiler
+        self, labels: Tensor, rows: int, group: CommGroup, softcap: float | None, leaves: FusibleFunctionCompiler
     ) -> None:
-        self.is_local, target = locate_local_rows(labels, rows, group)
+        self.is_local, target = map_to_local_vocab_rows(labels, rows, group)
         self.target, self.group, self.softcap, self.leaves = target.unsqueeze(-1), group, softcap, leaves
         self.rows = torch.arange(len(labels), device=labels.device)
 
@@ -125,7 +125,7 @@ class LabelTargets:
         """
         save = not self.leaves.compiled  # a compiled kernel recomputes exponentials faster than it reads them
         sums, label, *exponentials = self.leaves(
-            row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
+            fusible_row_logsumexp, logits, self.is_local[part], self.target[part], self.softcap, save
         )
         lse, label = combine_logsumexp_over_ranks(sums, label, self.group)
         return (lse, *exponentials), lse - label
@@ -135,12 +135,12 @@ class LabelTargets:
         The tokens are in the slice `part`; the cross entropies are weighted by `weights` [n].
         """
         is_local, target = self.is_local[part], self.target[part]
-        label_grad = self.leaves(loss_gradient_leaf, logits, is_local, target, weights, self.softcap, *saved)
+        label_grad = self.leaves(fusible_cross_entropy_grad, logits, is_local, target, weights, self.softcap, *saved)
         # not scatter_, which copies all logits first on a CPU
         logits[self.rows[: len(logits)], target.squeeze(1)] = label_grad.squeeze(1)
 
 
-def locate_local_rows(ids: Tensor, rows: int, group: CommGroup) -> tuple[Tensor, Tensor]:
+def map_to_local_vocab_rows(ids: Tensor, rows: int, group: CommGroup) -> tuple[Tensor, Tensor]:
     """Return a mask of the token ids that are among this rank's vocabulary rows, and their local row numbers.
     The row numbers of other ids are arbitrary.
     """
@@ -156,7 +156,7 @@ def fused_linear_cross_entropy(
     group: CommGroup,
     vocab_size: int,
     softcap: float | None = None,
-    leaves: LeafCompiler | None = None,
+    leaves: FusibleFunctionCompiler | None = None,
     bias: Tensor | None = None,
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
@@ -186,7 +186,7 @@ def fused_linear_cross_entropy(
             weights = weigh(
                 -fused_linear_cross_entropy(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1]
             )
-    leaves = leaves or LeafCompiler()
+    leaves = leaves or FusibleFunctionCompiler()
     targets = soft or LabelTargets(labels, head.shape[0], group, softcap, leaves)
     chunk_tokens = leaf_tokens = logit_tokens_per_chunk(hidden, head.shape[0])
     if hidden.device.type == "cpu":
@@ -219,7 +219,7 @@ def compute_local_logits(
     return logits
 
 
-def row_logsumexp_leaf(
+def fusible_row_logsumexp(
     logits: Tensor, is_local: Tensor, target: Tensor, softcap: float | None, save: bool
 ) -> tuple[Tensor, ...]:
     """Return the log-sum-exp [n] of each row of local logits [n, R], and the logit [n] at its label, in at least fp32.
@@ -238,7 +238,7 @@ def row_logsumexp_leaf(
     return exponentials.sum(-1).log_().add_(top.squeeze(-1)), label, exponentials, top
 
 
-def loss_gradient_leaf(
+def fusible_cross_entropy_grad(
     logits: Tensor,
     is_local: Tensor,
     target: Tensor,
@@ -252,7 +252,7 @@ def loss_gradient_leaf(
     Return the gradient at the labels [n, 1].
 
     The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
-    saved by `row_logsumexp_leaf` are overwritten.
+    saved by `fusible_row_logsumexp` are overwritten.
     """
     lse, weights, is_local = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, is_local))
     label = logits.gather(1, target)
@@ -310,7 +310,7 @@ class TokenLossTargets(LabelTargets):
         rows: int,
         group: CommGroup,
         softcap: float | None,
-        leaves: LeafCompiler,
+        leaves: FusibleFunctionCompiler,
     ) -> None:
         super().__init__(labels, rows, group, softcap, leaves)
         self.function = function
@@ -338,7 +338,7 @@ class TokenLossTargets(LabelTargets):
         if self.softcap is not None:
             at_label = at_label * softcap_derivative(logits.gather(1, target), self.softcap)
         of_softmax = self.leaves(
-            loss_gradient_leaf, logits, torch.zeros_like(is_local), target, (d_normalizer - d_label) * weights,
+            fusible_cross_entropy_grad, logits, torch.zeros_like(is_local), target, (d_normalizer - d_label) * weights,
             self.softcap, *saved_softmax,
         )  # fmt: skip
         label_grad = (of_softmax + at_label).to(logits.dtype)
@@ -349,7 +349,7 @@ class TeacherTargets:
     """Loss targets from a teacher's top-k next-token distribution, for distillation; implements `LossTargets`."""
 
     def __init__(self, soft: TeacherSoftLabels, rows: int, group: CommGroup, softcap: float | None) -> None:
-        self.is_local, self.target = locate_local_rows(soft.ids.flatten(0, 1), rows, group)
+        self.is_local, self.target = map_to_local_vocab_rows(soft.ids.flatten(0, 1), rows, group)
         self.log_probs = (soft.log_probs.flatten(0, 1) / soft.temperature).log_softmax(-1)
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 

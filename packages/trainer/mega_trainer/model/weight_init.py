@@ -53,7 +53,7 @@ def initialize_weights(model: nn.Module, seed: int, factor: Callable[[str], floa
             if packed is None:
                 _fill_parameter(get_local_values(parameter).zero_(), info, seed, factor)
             else:
-                with packed.writable_values() as values:
+                with packed.fill_and_quantize() as values:
                     _fill_parameter(values, info, seed, factor)
 
 

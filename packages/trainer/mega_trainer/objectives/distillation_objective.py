@@ -23,7 +23,7 @@ from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import to_host
 from mega_trainer.objectives.sample_cache import PrecomputedOutputCache
 from mega_trainer.objectives.training_objective import TrainingObjective
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 
@@ -103,7 +103,7 @@ def collect_teacher_top_k(
     """
     groups, count, length = teacher.executor.parallel_groups, config.objective.top_k, config.data.seq_length
     micro = list(split_micro_batches(batch, config, device, groups.cp))
-    top_k, positions = teacher.get_top_k(micro), rank_token_indices(length, groups.cp)
+    top_k, positions = teacher.get_top_k(micro), get_context_rank_token_indices(length, groups.cp)
     out = torch.zeros(2, len(samples), length, count, dtype=micro[0].weights.dtype)
     contributes = groups.tp.rank == 0 and teacher.executor.last_stage_index in teacher.executor.stages
     for one, (ids, log_probs) in zip(micro, top_k, strict=True) if contributes else ():

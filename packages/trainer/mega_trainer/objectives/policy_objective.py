@@ -32,10 +32,10 @@ from mega_trainer.objectives.policy_loss import (
     compute_group_advantages,
     compute_policy_loss,
 )
-from mega_trainer.objectives.preference_answers import is_reporting_rank
+from mega_trainer.objectives.preference_answers import contributes_answer_sums
 from mega_trainer.objectives.reward_process import RewardPool
 from mega_trainer.objectives.training_objective import TrainingObjective
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 ROUND = 1 << 40  # more than the samples of a run; sets the draws of the rounds of resampling apart
@@ -90,7 +90,7 @@ class LiveRewardModel:
         self._executor.run_operations(micro, 1.0)
         scores = torch.zeros(len(texts), length, dtype=torch.float64, device=self._device)
         if groups.tp.rank == 0:
-            positions = rank_token_indices(length, groups.cp).to(self._device)
+            positions = get_context_rank_token_indices(length, groups.cp).to(self._device)
             for number, losses in self._executor.losses.items():
                 scores[torch.tensor(micro[number].samples, device=self._device)[:, None], positions] = -losses.double()
         last = torch.tensor([len(text) - 1 for text in texts], device=self._device)
@@ -134,7 +134,7 @@ class PolicyObjective(TrainingObjective):
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         objective = config.objective
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
-        self._prompts, self._generate, self._reports = prompts, generate, is_reporting_rank(executor)
+        self._prompts, self._generate, self._reports = prompts, generate, contributes_answer_sums(executor)
         self._reward_model, self._reward_pool = reward_model, None
         if objective.rewards is not None and self.groups.world.rank == 0:
             self._reward_pool = RewardPool(objective.rewards, objective.reward_timeout, objective.reward_workers)
@@ -302,7 +302,7 @@ class PolicyObjective(TrainingObjective):
 
     @property
     def _own_positions(self) -> Tensor:
-        return rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
+        return get_context_rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
 
     def compute_token_weights(self, log_probs: Tensor, samples: PolicySamples) -> Tensor:
         """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the policy loss.

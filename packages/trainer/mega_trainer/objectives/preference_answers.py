@@ -18,7 +18,7 @@ from mega_data.batch_loader import StepBatch
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_reduce
 from mega_trainer.distributed.device import to_device
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 
@@ -67,7 +67,7 @@ class PreferenceAnswers:
         documents = ids + width * np.arange(count)[:, None]
         present = np.arange(width // 2) < count_row_pairs(ids)[:, None]
         tokens = np.bincount(documents.ravel(), weights.ravel(), count * width).reshape(-1, 2)[present.ravel()]
-        own_tokens = rank_token_indices(ids.shape[1], context)
+        own_tokens = get_context_rank_token_indices(ids.shape[1], context)
 
         def to_device_tensor(array: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
@@ -187,7 +187,7 @@ def score_answers(
     return [each.sum_log_probs(-executor.losses[number]) for number, each in enumerate(answers)]
 
 
-def is_reporting_rank(executor: PipelineExecutor) -> bool:
+def contributes_answer_sums(executor: PipelineExecutor) -> bool:
     """Return whether this rank contributes its answer sums to a sum over all ranks.
     It is the only such rank among the ranks with equal answer sums.
     """

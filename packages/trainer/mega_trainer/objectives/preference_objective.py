@@ -27,9 +27,9 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
+    contributes_answer_sums,
     count_answers,
     count_row_pairs,
-    is_reporting_rank,
     pair_mismatched_answers,
     score_answers,
     split_answers,
@@ -183,7 +183,7 @@ class PreferenceObjective(TrainingObjective):
     ) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
-        self.loss, self._reports = select_preference_loss(config.objective), is_reporting_rank(executor)
+        self.loss, self._reports = select_preference_loss(config.objective), contributes_answer_sums(executor)
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:

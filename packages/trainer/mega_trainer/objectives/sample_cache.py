@@ -32,7 +32,7 @@ from mega_trainer.distributed.device import to_host
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
-    is_reporting_rank,
+    contributes_answer_sums,
     pair_mismatched_answers,
     score_answers,
     split_answers,
@@ -70,7 +70,7 @@ class PrecomputedOutputCache:
             {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"}
         )
         with open_atomic_file(self.folder / f"samples-{first:012d}.safetensors") as stream:
-            stream.write(header.file_prefix)
+            stream.write(header.encoded_header)
             for name in header.entries:
                 stream.write(tensor_bytes(tensors[name].contiguous()))
 
@@ -239,7 +239,7 @@ def _collect_answer_sums(
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
     all_reduce(width, groups.world, "max")
     out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums
-    for one, each, answer_sums in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
+    for one, each, answer_sums in zip(micro, answers, sums, strict=True) if contributes_answer_sums(executor) else ():
         rows = to_host(each.pairs) // (each.width // 2)
         for row, sample in enumerate(one.samples):
             own = to_host(answer_sums)[rows == row].flatten()

@@ -27,7 +27,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.distributed.device import to_device
 from mega_trainer.objectives.training_objective import TrainingObjective
-from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 LabelLoss = Literal["cross_entropy", "mse", "bce"]
@@ -90,7 +90,7 @@ class TaskObjective(TrainingObjective):
             return [0.0]
         return [float(self.count_terms(batch))]
 
-    def add_sums(self, losses: Tensor, *metrics: Tensor) -> None:
+    def add_loss_and_metric_sums(self, losses: Tensor, *metrics: Tensor) -> None:
         """Add the losses [n] and metrics [n] of terms that only this rank, among those of equal data, adds."""
         if self.groups.tp.rank == 0:
             values = [losses, *metrics, torch.ones_like(losses)]
@@ -112,7 +112,7 @@ class TaskObjective(TrainingObjective):
         self, arrays: Sequence[npt.NDArray[Any]], micro: Sequence[MicroBatch]
     ) -> list[list[Tensor]]:
         """Return arrays [n, S] of a step's rows as tensors [B, s] of each micro-batch, with this context rank's tokens."""
-        own, start, found = rank_token_indices(arrays[0].shape[1], self.groups.cp).numpy(), 0, []
+        own, start, found = get_context_rank_token_indices(arrays[0].shape[1], self.groups.cp).numpy(), 0, []
         for one in micro:
             rows = slice(start, start := start + len(one.samples))
             found.append(
@@ -175,7 +175,7 @@ class ClassificationObjective(TaskObjective):
             (gradient,) = torch.autograd.grad(losses.sum(), chosen)
         right = chosen.argmax(-1) if self.loss == "cross_entropy" else (chosen.squeeze(-1) > 0)
         metrics = [right == labels[selected].round()] if self.metric_names else []
-        self.add_sums(losses, *metrics)
+        self.add_loss_and_metric_sums(losses, *metrics)
         weights = torch.zeros_like(outputs)
         weights[selected] = -gradient
         return weights
@@ -310,7 +310,7 @@ class ContrastiveObjective(TaskObjective):
         first = sum(counts[: dp.rank])
         own = slice(first // width, (first + len(vectors)) // width)
         if self.groups.cp.rank == 0:
-            self.add_sums(losses[own], right[own])
+            self.add_loss_and_metric_sums(losses[own], right[own])
         return gradient[first : first + len(vectors)]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mega_trainer.distributed.comm import CommGroup, all_gather
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.parallel.parameter_shards import ParameterBuffer
 
 ROWS = 64  # elements added to each sum at once: as many as a kernel adds up in registers
@@ -26,7 +26,7 @@ WIDTHS = {"cpu": (1 << 10, 1 << 15), "cuda": (1, 1 << 22)}
 
 
 def compute_grad_norm(
-    buffers: Sequence[ParameterBuffer], model_groups: Sequence[CommGroup], leaves: LeafCompiler
+    buffers: Sequence[ParameterBuffer], model_groups: Sequence[CommGroup], leaves: FusibleFunctionCompiler
 ) -> Tensor:
     """Return the L2 norm of the gradients over the whole model, an fp64 scalar equal on all ranks.
     Each element of a canonical tensor is counted once.
@@ -59,13 +59,13 @@ def _all_gather(sums: Tensor, group: CommGroup | None) -> Tensor:
     return sums if group is None else all_gather(sums, group)
 
 
-def sum_of_squares(tensors: Sequence[Tensor], leaves: LeafCompiler) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor], leaves: FusibleFunctionCompiler) -> Tensor:
     """Return the sum of the squares of all elements as [1, 2] fp64: the sum, and the correction with its lower digits."""
     fewest, _ = WIDTHS[tensors[0].device.type]
-    sums = torch.cat([leaves(accumulate_squares, block) for block in _split_blocks(tensors)], 1)
+    sums = torch.cat([leaves(sum_squares_with_compensation, block) for block in _split_blocks(tensors)], 1)
     while sums.shape[1] > ROWS * fewest:
         over = -sums.shape[1] % ROWS
-        sums = leaves(accumulate_sums, (pad(sums, (0, over)) if over else sums).view(2, ROWS, -1))
+        sums = leaves(add_compensated_sums, (pad(sums, (0, over)) if over else sums).view(2, ROWS, -1))
     return _fold_sums(sums.t())
 
 
@@ -83,7 +83,7 @@ def _split_blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield pad(part, (0, -len(part) % ROWS)).view(ROWS, -1)
 
 
-def accumulate_squares(values: Tensor) -> Tensor:
+def sum_squares_with_compensation(values: Tensor) -> Tensor:
     """Map values [R, N] to fp64 [2, N]: the sum of squares of each column, and the rounding error of that sum.
 
     Does `_two_sum` in place, whose time on a CPU is mostly that of new memory.
@@ -99,7 +99,7 @@ def accumulate_squares(values: Tensor) -> Tensor:
     return torch.stack([high, low])
 
 
-def accumulate_sums(sums: Tensor) -> Tensor:
+def add_compensated_sums(sums: Tensor) -> Tensor:
     """Add R partial sums of each of N columns without losing their rounding errors: [2, R, N] -> [2, N].
     Index 0 of the first dimension has the sums, index 1 their rounding errors."""
     high, low = sums[0, 0], sums[1, 0]

@@ -20,7 +20,7 @@ from mega_trainer.parallel.parameter_shards import (
     ParameterShard,
     ParamGroupKey,
     replica_groups,
-    split_replicas,
+    split_replicated_tensors_to_save,
 )
 
 
@@ -110,7 +110,7 @@ class OptimizerOffloadTransfers:
         self._stream = torch.cuda.Stream(offloaded) if on_gpu else None  # type: ignore[no-untyped-call]
         self._arrivals: dict[OptimizerSlot, torch.cuda.Event] = {}
 
-    def start_gradients(self, slots: Iterable[OptimizerSlot]) -> None:
+    def start_gradient_copies(self, slots: Iterable[OptimizerSlot]) -> None:
         """Start to copy the gradients of all slots to their main weights' device, in the order of the slots."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -190,4 +190,6 @@ def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> d
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:
         by_replicas[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
-    return merge_sharded_tensors(split_replicas(boxes_by_name(own), groups) for groups, own in by_replicas.items())
+    return merge_sharded_tensors(
+        split_replicated_tensors_to_save(boxes_by_name(own), groups) for groups, own in by_replicas.items()
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
     OptimizerOffloadTransfers,
@@ -47,10 +47,10 @@ class ShardedOptimizer:
         separate: Callable[[list[OptimizerSlot]], UpdateRule] | None = None,
         model_groups: Sequence[CommGroup] = (),
         offload: bool = False,
-        leaves: LeafCompiler | None = None,
+        leaves: FusibleFunctionCompiler | None = None,
         ema: float | None = None,
     ) -> None:
-        self._leaves = leaves or LeafCompiler()
+        self._leaves = leaves or FusibleFunctionCompiler()
         self.stages, self.model_groups = list(stages), list(model_groups)
         self.buffers = [buffer for stage in stages for buffer in stage.buffers]
         self.slots = [
@@ -84,7 +84,7 @@ class ShardedOptimizer:
         self.wait_for_params()
         if scale != 1.0:
             torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
-        self._transfers.start_gradients(slot for rule in self._rules for slot in rule.slots)
+        self._transfers.start_gradient_copies(slot for rule in self._rules for slot in rule.slots)
         for rule in self._rules:
             rule.update_slots(self._transfers, lr, decoupled_lr)
         if self._decay is not None:

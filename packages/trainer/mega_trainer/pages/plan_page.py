@@ -19,7 +19,12 @@ from mega_trainer.pages.page_elements import (
     wrap_wide_picture,
 )
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
-from mega_trainer.pipeline.schedules import SPLIT_BACKWARD, PipelineOpCosts, make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import (
+    SPLIT_BACKWARD,
+    PipelineOpCosts,
+    make_pipeline_schedule,
+    simulate_pipeline_schedule,
+)
 from mega_trainer.plan.held_out_error import format_prediction_error
 
 MAX_OPERATIONS = 2400  # of a schedule's picture
@@ -90,7 +95,7 @@ def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None)
     each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule in SPLIT_BACKWARD else 2)
     most = min(MAX_OPERATIONS // each, max(pipeline.ranks, MAX_RANK_OPERATIONS * pipeline.ranks // each))
     shown = max(1, min(pipeline.microbatches, most))
-    schedule = make_schedule(
+    schedule = make_pipeline_schedule(
         pipeline.schedule, pp=pipeline.ranks, microbatches=shown, virtual_stages=pipeline.stages,
         pairs_passes=pipeline.pairs_passes,
     )  # fmt: skip
@@ -98,7 +103,7 @@ def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None)
     text += " Boxes above each other run in turn, each hiding the other's expert exchange." * bool(schedule.pairs)
     if shown < pipeline.microbatches:
         text += f" Shows {shown} of {pipeline.microbatches} micro-batches; a full pipeline is periodic."
-    return draw_schedule_svg(schedule, simulate_schedule(schedule, costs)), text
+    return draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule, costs)), text
 
 
 def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -34,10 +34,10 @@ from mega_trainer.distributed.comm import (
     start_ring_transfer,
 )
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskBlock, AttentionMaskSpec
-from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attention_sinks_grad
+from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, compute_attention_sinks_grad
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.parallel.parallel_linear import ALONE
-from mega_trainer.parallel.tensor_parallel import gather_sequence, local_sequence_slice
+from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region, local_sequence_slice
 
 ContextParallelKind = Literal["ring", "allgather", "alltoall"]
 # (query positions, key positions) -> mask of the visible pairs, in parts.
@@ -74,13 +74,13 @@ def make_context_parallel_attention(
     if group.size == 1:
         return None
     if kind == "alltoall":
-        return AllToAllAttention(group)
+        return UlyssesAttention(group)
     return BlockwiseAttention(
         RingKeyValueExchange(group) if kind == "ring" else AllGatherKeyValueExchange(group), group, kernels
     )
 
 
-def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
+def get_context_rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
     """Return the index ranges of the two chunks of a sequence that a context-parallel rank has.
     Of a sequence of `length` tokens, they are chunk `rank`, and its mirror from the end.
     """
@@ -89,7 +89,7 @@ def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
     return range(first, first + chunk), range(second, second + chunk)
 
 
-def rank_token_indices(length: int, group: CommGroup) -> Tensor:
+def get_context_rank_token_indices(length: int, group: CommGroup) -> Tensor:
     """Return the index in the sequence of each token that this context rank has: int64 [s]."""
     return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in _rank_ranges(length, group)])
 
@@ -106,16 +106,18 @@ def residual_stream_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, s
 
 
 def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
-    return (range(length),) if group.size == 1 else rank_chunks(group.rank, length, group.size)
+    return (range(length),) if group.size == 1 else get_context_rank_chunks(group.rank, length, group.size)
 
 
-def gather_context(x: Tensor, group: CommGroup) -> Tensor:
+def gather_context_parallel_tokens(x: Tensor, group: CommGroup) -> Tensor:
     """Gather [B, s, w] of this context rank's tokens to [B, S, w] of the whole sequence, in its order.
     The backward sums the gradients of all ranks.
     """
     if group.size == 1:
         return x
-    return _sequence_order(torch.unflatten(gather_sequence(x, group, sp=True), 1, (group.size, -1)).movedim(1, 0))
+    return _sequence_order(
+        torch.unflatten(gather_from_sequence_parallel_region(x, group, sp=True), 1, (group.size, -1)).movedim(1, 0)
+    )
 
 
 def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
@@ -124,9 +126,9 @@ def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
 
     The ends of all chunks are gathered, since a chunk may be shorter than `count`; the backward sums their gradients.
     """
-    ends = gather_context(torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2), group)
+    ends = gather_context_parallel_tokens(torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2), group)
     padded = functional.pad(ends, (0, 0, count, 0))
-    chunks = rank_chunks(group.rank, ends.shape[1], group.size)
+    chunks = get_context_rank_chunks(group.rank, ends.shape[1], group.size)
     return torch.stack([padded[:, chunk.start : chunk.start + count] for chunk in chunks], 1)
 
 
@@ -257,8 +259,8 @@ class BlockwiseAttention:
         Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
         chunk never attends to a second one. Adjacent chunks are merged into one block if possible.
         """
-        own = rank_chunks(self.group.rank, length, self.group.size)
-        peer = rank_chunks(rank, length, self.group.size)
+        own = get_context_rank_chunks(self.group.rank, length, self.group.size)
+        peer = get_context_rank_chunks(rank, length, self.group.size)
         visible = {(i, j): list(visible_parts(own[i], peer[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
         both, half = slice(0, 2 * len(own[0])), len(own[0])
         whole = tuple(_single_mask(parts, own[i], peer[j]) for (i, j), parts in visible.items())
@@ -404,7 +406,7 @@ class _BlockwiseFunction(Function):
 
         # no name for the packed tensors: it would keep them in memory until the last rank's part
         dk, dv = packing.view_key_value(kind.exchange.collect_gradients(packing.pack_key_value(k, v), backward_of_rank))
-        d_sinks = None if sinks is None else attention_sinks_grad(sinks, dy, y, lse)
+        d_sinks = None if sinks is None else compute_attention_sinks_grad(sinks, dy, y, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
 
@@ -429,7 +431,7 @@ class _KeyValuePacking:
 
 
 @dataclass(frozen=True)
-class AllToAllAttention:
+class UlyssesAttention:
     """Context-parallel attention by all-to-all (Ulysses, `ContextParallelAttention`).
     Between two exchanges each of N ranks has all S tokens of H/N heads.
 

@@ -35,7 +35,7 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.distributed.comm import (
     CollectiveWork,
     CommGroup,
-    PendingWork,
+    PendingCollective,
     all_gather_into,
     all_reduce,
     reduce_scatter_into,
@@ -411,4 +411,4 @@ class _ReduceScatter(_Comm):
 
 def _torch_work(work: CollectiveWork | None) -> CollectiveWork | None:
     """Return torch's own work handle: FSDP waits for no other type."""
-    return work.work if isinstance(work, PendingWork) else work
+    return work.work if isinstance(work, PendingCollective) else work

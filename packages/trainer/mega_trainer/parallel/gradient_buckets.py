@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup, all_reduce, reduce_scatter_into
-from mega_trainer.kernels.gemm_accumulation import write_values
+from mega_trainer.kernels.gemm_accumulation import write_or_add_values
 from mega_trainer.parallel.parameter_info import get_parameter_info
 
 # Slices are multiples of this, so that every element is updated by vectorised code: scalar code for a remainder rounds
@@ -93,7 +93,7 @@ class GradientBucket(ABC):
         """
         if parameter.grad is not None:
             out, add = self.grad_destination(parameter)
-            write_values(out, parameter.grad, add=add)
+            write_or_add_values(out, parameter.grad, add=add)
             parameter.grad = None
         self._missing.discard(parameter)
 

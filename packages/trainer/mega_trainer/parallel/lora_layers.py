@@ -150,11 +150,11 @@ class PerRowAdapterSelection:
         self.names = tuple(names)
         self.rows: Mapping[str, Tensor] = {}
 
-    def add_name(self, name: str) -> None:
+    def add_adapter_name(self, name: str) -> None:
         """Add the name of an adapter that was loaded into the layers."""
         self.names = (*self.names, name)
 
-    def remove_name(self, name: str) -> None:
+    def remove_adapter_name(self, name: str) -> None:
         """Remove the name of an adapter, which no row selects any more."""
         self.names = tuple(other for other in self.names if other != name)
         self.rows = {other: rows for other, rows in self.rows.items() if other != name}

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mega_common.errors import ConfigError
-from mega_trainer.distributed.comm import CollectiveWork, CommGroup, PendingWork, all_gather
+from mega_trainer.distributed.comm import CollectiveWork, CommGroup, PendingCollective, all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, start_row_all_to_all
 from mega_trainer.parallel.expert_parallel import (
     SortedExpertRows,
@@ -61,7 +61,7 @@ class NvshmemDispatcher:
     group: CommGroup
     parts: int
     bound: float
-    leaves: LeafCompiler = field(default_factory=LeafCompiler)
+    leaves: FusibleFunctionCompiler = field(default_factory=FusibleFunctionCompiler)
     _wires: dict[int, SymmetricMemoryAllToAll] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
@@ -135,7 +135,7 @@ class SymmetricMemoryAllToAll:
 
     group: CommGroup
     length: int
-    leaves: LeafCompiler
+    leaves: FusibleFunctionCompiler
     _tables: dict[tuple[int, torch.dtype], list[SymmetricMemoryTables]] = field(default_factory=dict)
     _filled: dict[int, SymmetricMemoryTables] = field(
         default_factory=dict
@@ -182,7 +182,7 @@ class SymmetricMemoryAllToAll:
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            launch_all_to_all(tables, self.group)
+            launch_nvshmem_all_to_all(tables, self.group)
         return _LaunchedWork(stream.record_event())
 
 
@@ -190,7 +190,7 @@ def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # not the data pointer, which fake tensors do not have
 
 
-def launch_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -> None:
+def launch_nvshmem_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -> None:
     """Launch the NVSHMEM all-to-all kernel that `tables` describe, on a GPU; it also writes `tables.received`."""
     assert group.process_group is not None
     torch.ops.symm_mem.all_to_all_vdev(
@@ -205,7 +205,7 @@ def all_to_all_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received
     to_ranks, from_ranks = tables.sent.tolist(), received.tolist()
     own, out = tables.leaving[: sum(to_ranks)], tables.arriving[: sum(from_ranks)]
     work = dist.all_to_all_single(out, own, from_ranks, to_ranks, group=group.process_group, async_op=True)
-    return PendingWork(work, group)
+    return PendingCollective(work, group)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def choose_overlapped_gemms(device: torch.device, group: CommGroup) -> Overlappe
     """Return symmetric-memory GEMMs if the GPUs of `group` can read each other's memory, else GEMMs by a ring.
     A group across machines, of as many ranks as a machine has GPUs, uses the ring.
     """
-    if device.type != "cuda" or group.is_planned:
+    if device.type != "cuda" or group.has_no_process_group:
         return RingGemms()
     devices = torch.cuda.device_count()
     one_machine = group.ranks[0] // devices == group.ranks[-1] // devices
@@ -156,14 +156,14 @@ class _OverlappedRow(Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
         ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
-        return layer.compute_output(x, layer.weight_operand(weight, ctx.preparer))
+        return layer.compute_output(x, layer.prepare_weight_operand(weight, ctx.preparer))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: OverlappedRowFunction = ctx.layer
         trains, dweight = ctx.needs_input_grad[1], None
-        matrix = layer.weight_operand(weight, ctx.preparer)
+        matrix = layer.prepare_weight_operand(weight, ctx.preparer)
         gathered, dx = layer.overlapped.all_gather_gemm(dy, matrix, layer.scatter, keep_input=trains)
         if gathered is not None and layer.deferred is None:
             dweight = layer.compute_wgrad(x, gathered, ctx.main)

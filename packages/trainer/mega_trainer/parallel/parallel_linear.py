@@ -161,11 +161,13 @@ class ParallelLinearFunction:
         ranks.
         """
         if not torch.is_grad_enabled():
-            return self.compute_output(x, self.weight_operand(weight, get_weight_preparer(weight)), bias)
+            return self.compute_output(x, self.prepare_weight_operand(weight, get_weight_preparer(weight)), bias)
         y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return y
 
-    def weight_operand(self, weight: Tensor, preparer: GemmOperandCache | QuantizedFrozenWeight | None) -> GemmOperand:
+    def prepare_weight_operand(
+        self, weight: Tensor, preparer: GemmOperandCache | QuantizedFrozenWeight | None
+    ) -> GemmOperand:
         """Return a weight as GEMM operand: prepared by `preparer`, or unchanged without one.
         Prepared means, for example, quantised or unpacked.
 
@@ -174,7 +176,7 @@ class ParallelLinearFunction:
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
 
     def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b, not differentiable, from a weight of `weight_operand`; otherwise as a call."""
+        """Return Y = X W^T + b, not differentiable, from a weight of `prepare_weight_operand`; otherwise as a call."""
         return self.gemms.linear_forward(self.gather_input(x), weight, bias)
 
     def gather_input(self, x: Tensor) -> Tensor:
@@ -206,7 +208,7 @@ class _Linear(Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
         ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
-        return layer.compute_output(x, layer.weight_operand(weight, ctx.preparer), bias)
+        return layer.compute_output(x, layer.prepare_weight_operand(weight, ctx.preparer), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of the rest of this function
     @staticmethod
@@ -219,7 +221,7 @@ class _Linear(Function):
         dx = work = dweight = None
         grad_operand = layer.gemms.prepare_gradient(dy)
         if ctx.needs_input_grad[0]:
-            dx = layer.gemms.linear_dgrad(grad_operand, layer.weight_operand(weight, ctx.preparer))
+            dx = layer.gemms.linear_dgrad(grad_operand, layer.prepare_weight_operand(weight, ctx.preparer))
             if layer.sp:
                 dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
             elif layer.group.size > 1:

@@ -15,7 +15,7 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.kernel_interface import GemmOperand
-from mega_trainer.kernels.nf4_quantizer import BLOCK, WeightQuantizer, unpacked_shape
+from mega_trainer.kernels.nf4_quantizer import BLOCK, WeightQuantizer, get_unpacked_4bit_shape
 
 # Returns the destination of the next part of a parameter's gradient, and whether to add to its values or overwrite them.
 # To be called once for each part, which must then be written there.
@@ -236,9 +236,9 @@ class QuantizedFrozenWeight:
         return self.packing.unpack_weight(self.packed, self.scales, self.dtype)
 
     @contextmanager
-    def writable_values(self) -> Iterator[Tensor]:
+    def fill_and_quantize(self) -> Iterator[Tensor]:
         """Yield a zero tensor to be filled with the weight's values, and quantise it at the end of the `with` block."""
-        values = torch.zeros(unpacked_shape(self.packed.shape), dtype=self.dtype, device=self.packed.device)
+        values = torch.zeros(get_unpacked_4bit_shape(self.packed.shape), dtype=self.dtype, device=self.packed.device)
         yield values
         packed, scales = self.packing.pack_weight(values)
         self.packed.copy_(packed)

@@ -59,7 +59,9 @@ def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tu
     return tuple(dict.fromkeys(groups))
 
 
-def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]) -> dict[str, ShardedTensor]:
+def split_replicated_tensors_to_save(
+    tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]
+) -> dict[str, ShardedTensor]:
     """Return the share of each replicated tensor that this rank saves to a checkpoint.
     The ranks of `groups` split the work.
     """

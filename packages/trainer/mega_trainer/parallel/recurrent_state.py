@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.parallel.tensor_parallel import gather_sequence
+from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region
 
 
 def pass_recurrent_states(
@@ -32,7 +32,7 @@ def pass_recurrent_states(
         maps: M, [B, n, H] or [B, n, H, K, K].
         added: Z, [B, n, H, K, V].
         initial_state: the state before the first chunk, [B, H, K, V]; None: zero.
-        group: the context ranks, each with two spans of the sequence, as in `context_parallel.rank_chunks`.
+        group: the context ranks, each with two spans of the sequence, as in `context_parallel.get_context_rank_chunks`.
 
     Returns:
         [B, n, H, K, V] and [B, H, K, V].
@@ -56,7 +56,7 @@ def pass_recurrent_states(
 
 def _gather_spans(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
     """Gather [B, 2, ..] of each rank -> [B, 2 N, ..] in sequence order; the backward reduce-scatters the gradients."""
-    gathered = gather_sequence(torch.cat([part.flatten(2) for part in parts], -1), group, sp=True)
+    gathered = gather_from_sequence_parallel_region(torch.cat([part.flatten(2) for part in parts], -1), group, sp=True)
     ordered = torch.cat([gathered[:, ::2], gathered[:, 1::2].flip(1)], 1)
     split = torch.split(ordered, [part[0, 0].numel() for part in parts], -1)
     return [torch.unflatten(one, -1, part.shape[2:]) for one, part in zip(split, parts, strict=True)]

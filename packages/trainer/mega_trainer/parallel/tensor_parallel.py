@@ -85,7 +85,7 @@ def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
-def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
     """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] under sequence parallelism (`sp`).
     Without sequence parallelism, return x. The backward sums the gradients of all ranks.
     """

@@ -77,7 +77,7 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True)
-class ForwardUnit:
+class ForwardGatherUnit:
     """Module with the parameters that its forward is the first to use.
     They are not only its own; their gathered weights are waited for just before the forward.
     """
@@ -159,7 +159,7 @@ class FlatBufferStage:
         model: nn.Module,
         buffers: Sequence[FlatParameterBuffer],
         sharing: ZeroConfig,
-        units: Sequence[ForwardUnit],
+        units: Sequence[ForwardGatherUnit],
     ) -> None:
         self.buffers = list(buffers)
         self._in_flight_limit = IN_FLIGHT if sharing.reduce_every_microbatch or sharing.reduce_dtype else None
@@ -260,7 +260,7 @@ class FlatBufferStage:
             if work is not None:
                 work.wait()
 
-    def _register_gather_hooks(self, units: Sequence[ForwardUnit]) -> None:
+    def _register_gather_hooks(self, units: Sequence[ForwardGatherUnit]) -> None:
         """Make each unit's forward wait for its buckets, and the first unit's also for buckets of no unit."""
         needs = [[b for b in self._buckets if not b.param_slices.keys().isdisjoint(unit.parameters)] for unit in units]
         needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
@@ -270,7 +270,7 @@ class FlatBufferStage:
             )
 
 
-def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardUnit] = ()) -> FlatBufferStage:
+def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardGatherUnit] = ()) -> FlatBufferStage:
     """Move the parameters of a model (or of one pipeline stage) into flat buffers by param group, and return the stage.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
@@ -284,4 +284,4 @@ def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[Forwa
     dtype = next(model.parameters()).dtype
     kinds = make_param_groups(model, dtype, zero.separate, decoupled=zero.decoupled, lr_factor=zero.lr_factor)
     buffers = [FlatParameterBuffer(parameters, kind, zero) for kind, parameters in kinds.items()]
-    return FlatBufferStage(model, buffers, zero, units or [ForwardUnit(model, list(model.parameters()))])
+    return FlatBufferStage(model, buffers, zero, units or [ForwardGatherUnit(model, list(model.parameters()))])

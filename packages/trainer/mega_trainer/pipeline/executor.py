@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
-from mega_trainer.distributed.comm import CommGroup, PendingWork
+from mega_trainer.distributed.comm import CommGroup, PendingCollective
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
@@ -79,8 +79,8 @@ class PipelineExecutor:
     _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)
     _tied_weights: dict[int, Tensor] = field(default_factory=dict)
     _deferred_wgrads: dict[MicroBatchKey, tuple[list[DeferredWgrad], ParamGrads]] = field(default_factory=dict)
-    _recvs: dict[tuple[str, MicroBatchKey], tuple[Tensor, PendingWork]] = field(default_factory=dict)
-    _sends: deque[tuple[Tensor, PendingWork]] = field(default_factory=deque)
+    _recvs: dict[tuple[str, MicroBatchKey], tuple[Tensor, PendingCollective]] = field(default_factory=dict)
+    _sends: deque[tuple[Tensor, PendingCollective]] = field(default_factory=deque)
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
@@ -310,7 +310,7 @@ class PipelineExecutor:
         # receive that waits for its sender blocks everything behind it.
         work = dist.irecv(tensor, self.group.ranks[self.schedule.owners[from_stage]], group=self.group.process_group)
         assert work is not None
-        self._recvs[direction, key] = (tensor, PendingWork(work, self.group))
+        self._recvs[direction, key] = (tensor, PendingCollective(work, self.group))
 
     def _wait_for_recv(self, direction: str, key: MicroBatchKey) -> Tensor:
         tensor, work = self._recvs.pop((direction, key))
@@ -322,7 +322,7 @@ class PipelineExecutor:
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.group.ranks[self.schedule.owners[to_stage]], group=self.group.process_group)
         assert work is not None
-        self._sends.append((tensor, PendingWork(work, self.group)))
+        self._sends.append((tensor, PendingCollective(work, self.group)))
         if len(self._sends) > IN_FLIGHT * self.group.size:
             self._sends.popleft()[1].wait()  # safe: in the common order of messages a send may block anywhere
 

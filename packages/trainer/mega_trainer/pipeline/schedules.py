@@ -2,7 +2,7 @@
 
 The model is cut into `pp * virtual_stages` *stages* of consecutive layers; a rank owns `virtual_stages` of them, its
 *chunks*. A microbatch goes forward through all stages and backward again. The same lists are executed
-(`pipeline.executor`), timed (`simulate_schedule`) and drawn (`pipeline.schedule_svg`).
+(`pipeline.executor`), timed (`simulate_pipeline_schedule`) and drawn (`pipeline.schedule_svg`).
 
 How a list is made:
 
@@ -102,7 +102,7 @@ class PipelineSchedule:
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
         """Return the pipeline schedule of this kind for another number of micro-batches."""
-        return make_schedule(
+        return make_pipeline_schedule(
             self.name,
             pp=self.pp,
             microbatches=microbatches,
@@ -111,7 +111,7 @@ class PipelineSchedule:
         )
 
 
-def make_schedule(
+def make_pipeline_schedule(
     name: str, *, pp: int, microbatches: int, virtual_stages: int = 1, pairs_passes: bool = False
 ) -> PipelineSchedule:
     """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1`, `zbv` or `dualpipev`.
@@ -345,7 +345,7 @@ class PipelineTimeline:
         return sum(self.bubble) / len(self.bubble)
 
 
-def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
+def simulate_pipeline_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
     """Simulate a pipeline schedule and return its timeline.
     By default a forward, an input gradient and a weight gradient take one unit each.
 
@@ -392,10 +392,10 @@ def peak_in_flight_microbatches(schedule: PipelineSchedule) -> list[int]:
     The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """
     one = [1.0] * len(schedule.owners)
-    return [round(peak_held_memory(schedule, rank, one, one)) for rank in range(schedule.pp)]
+    return [round(compute_peak_pipeline_memory(schedule, rank, one, one)) for rank in range(schedule.pp)]
 
 
-def peak_held_memory(
+def compute_peak_pipeline_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
     """Return the peak memory that a pipeline rank keeps for backwards.

@@ -16,7 +16,7 @@ from mega_trainer.plan.memory_advice import apply_settings
 CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload")
 
 
-def choose_layout(
+def choose_parallel_layout(
     config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
 ) -> tuple[LayoutSettings, str]:
     """Return layout settings by path for a run without `parallel` section, and a line that describes them.

@@ -1,7 +1,7 @@
 """Parameter counts and FLOPs of a model, and peak FLOP/s of devices.
 
-A GEMM of [M, K] and [K, N] has 2 M K N operations. `forward_flops` counts a model exactly, GEMM by GEMM. `published_flops`
-follows the conventions of other trainers; the oldest is 6 N + 12 L H Q S (`palm_flops`), which for a model without attention
+A GEMM of [M, K] and [K, N] has 2 M K N operations. `compute_forward_flops_per_token` counts a model exactly, GEMM by GEMM. `compute_flops_by_convention`
+follows the conventions of other trainers; the oldest is 6 N + 12 L H Q S (`compute_palm_flops_per_token`), which for a model without attention
 window equals the exact count with full attention, except for the weights of norms.
 
 Legend: D model width, F feed-forward width, H heads, Q head size, K key/value heads, L layers, S sequence, V vocabulary.
@@ -23,9 +23,9 @@ from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
     active_ffn_elements,
     active_ffn_width,
+    compute_mixer_core_flops,
     hyper_connection_flops,
     layer_input_shapes,
-    mixing_flops,
     projection_shapes,
 )
 from mega_trainer.plan.training_layout import RecomputeKind
@@ -145,7 +145,7 @@ def _parameter_group(name: str) -> str:
     )
 
 
-def forward_flops(
+def compute_forward_flops_per_token(
     model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
 ) -> dict[str, float]:
     """Return the forward FLOPs per token by part of the model, summed over all layers; only GEMMs count.
@@ -164,7 +164,7 @@ def forward_flops(
     if model.per_layer_input_size:
         parts["per-layer inputs"] += 2.0 * model.hidden_size * model.num_layers * model.per_layer_input_size
     for layer in model.retrieval_layers:
-        for name, operations in retrieval_flops(model, layer).items():
+        for name, operations in compute_retro_layer_flops(model, layer).items():
             parts[name] = parts.get(name, 0.0) + operations
     width, narrow = model.hidden_size, model.embedding_width
     dense = (model.masked_lm is not None and model.masked_lm.dense) + (model.embedding_size is not None)
@@ -176,7 +176,7 @@ def forward_flops(
     }
 
 
-def stack_layer_flops(
+def compute_encoder_decoder_layer_flops(
     model: ModelConfig, source: int, target: int, *, encodes: bool, causal: bool = True
 ) -> dict[str, float]:
     """Return the forward FLOPs per sample of one encoder or decoder layer, by part of the layer.
@@ -187,7 +187,8 @@ def stack_layer_flops(
     own, length = sum(map(math.prod, every)), source if encodes else target
     parts = {
         "attention projections": 2.0 * own * length,
-        "attention scores": length * mixing_flops(model, "attention", None, length, causal=causal and not encodes),
+        "attention scores": length
+        * compute_mixer_core_flops(model, "attention", None, length, causal=causal and not encodes),
         "feed-forward": 2.0 * active_ffn_elements(model, feed) * length,
     }
     if encodes:
@@ -195,11 +196,11 @@ def stack_layer_flops(
     query_out = (
         2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size
     )  # query and output projections
-    pairs = target * mixing_flops(model, "attention", None, source, causal=False)
+    pairs = target * compute_mixer_core_flops(model, "attention", None, source, causal=False)
     return {**parts, "cross attention": 2.0 * (query_out * target + (own - query_out) * source) + pairs}
 
 
-def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
+def compute_retro_layer_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token of a layer with retrieved neighbors (RETRO), by part.
     The layer number `layer` attends to the neighbors.
 
@@ -218,19 +219,21 @@ def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     parts = {"cross attention": 2.0 * (query_out + (own - query_out) * read) + per_key * read * m}
     if layer > model.retrieval_layers[0]:
         return parts
-    scores = mixing_flops(encoder, "attention", None, 2 * m, causal=False)
+    scores = compute_mixer_core_flops(encoder, "attention", None, 2 * m, causal=False)
     encoder_layer = 2.0 * (own + active_ffn_elements(model, "mlp")) + scores
     chunk = 2.0 * (query_out * read + (own - query_out)) + per_key * read * m
     return {**parts, "neighbour encoder": read * encoder_layer * encoder.num_layers + chunk}
 
 
 def _encoder_decoder_flops(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
-    """Return `forward_flops` of a model with an encoder."""
+    """Return `compute_forward_flops_per_token` of a model with an encoder."""
     assert model.encoder is not None
     parts: dict[str, float] = defaultdict(float)
     layers = {True: model.encoder.num_layers, False: model.num_layers - model.encoder.num_layers}
     for encodes, count in layers.items():
-        for name, operations in stack_layer_flops(model, source, target, encodes=encodes, causal=causal).items():
+        for name, operations in compute_encoder_decoder_layer_flops(
+            model, source, target, encodes=encodes, causal=causal
+        ).items():
             parts[name] += count * operations
     parts["head"] = 2.0 * model.hidden_size * model.vocab_size * target
     return {name: operations / (source + target) for name, operations in parts.items()}
@@ -249,7 +252,7 @@ def _layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: boo
     for mixer in kind.mixers:
         first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
-        parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
+        parts[second] = compute_mixer_core_flops(model, mixer, window, seq_length, causal=causal)
     return parts
 
 
@@ -272,23 +275,27 @@ def _count_equal_layers(model: ModelConfig) -> dict[int, int]:
     return {layers[0]: len(layers) for layers in found.values()}
 
 
-def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
+def compute_model_flops_per_token(
+    model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
+) -> float:
     """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them.
     They are three times the forward, without recomputation.
     """
-    return 3 * sum(forward_flops(model, seq_length, causal=causal, target=target).values())
+    return 3 * sum(compute_forward_flops_per_token(model, seq_length, causal=causal, target=target).values())
 
 
-def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
+def compute_hardware_flops_per_token(
+    model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True
+) -> float:
     """Return the FLOPs of forward and backward per token, including recomputed GEMMs.
-    They are `model_flops` plus nothing for `recompute` = `selective`, the forward of all layers for `full`.
+    They are `compute_model_flops_per_token` plus nothing for `recompute` = `selective`, the forward of all layers for `full`.
     """
-    forward = forward_flops(model, seq_length, causal=causal)
+    forward = compute_forward_flops_per_token(model, seq_length, causal=causal)
     recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
     return 3 * sum(forward.values()) + recomputed
 
 
-def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
+def compute_palm_flops_per_token(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
     """Return the FLOPs per token, forward and backward, by PaLM's formula 6 N + 12 L H Q S.
     The formula (arXiv:2204.02311, appendix B) is for N active parameters without embedding tables, L attention layers,
     H heads of size Q, and sequence length S.
@@ -297,7 +304,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     encoder or retrieval no token uses all N parameters; for these, count all GEMMs, and attention over the full square.
     """
     if model.has_encoder:
-        return model_flops(model, seq_length, causal=False, target=target)
+        return compute_model_flops_per_token(model, seq_length, causal=False, target=target)
     count = count_parameters_by_layer(model)
     tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
     # H Q, where Q is the mean of the head sizes of keys and values
@@ -306,7 +313,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     return float(6 * (count.active_parameters - tables) + attention)
 
 
-def published_flops(
+def compute_flops_by_convention(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
     """Return the FLOPs per token, forward and backward, by the convention of published throughput figures.
@@ -315,18 +322,18 @@ def published_flops(
     The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
     """
     if model.has_encoder:
-        return model_flops(model, seq_length, causal=convention == "exact", target=target)
+        return compute_model_flops_per_token(model, seq_length, causal=convention == "exact", target=target)
     match convention:
         case "exact" | "full":
-            return model_flops(model, seq_length, causal=convention == "exact")
+            return compute_model_flops_per_token(model, seq_length, causal=convention == "exact")
         case "megatron":
             return _megatron_flops(model, seq_length)
         case "palm":
-            return palm_flops(model, seq_length)
+            return compute_palm_flops_per_token(model, seq_length)
         case "mosaic":
             count = count_parameters_by_layer(model)
             tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
-            return palm_flops(model, seq_length) + 6 * tables
+            return compute_palm_flops_per_token(model, seq_length) + 6 * tables
 
 
 def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
@@ -340,7 +347,7 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
         gates += 2.0 * model.hidden_size * active_ffn_width(model.get_layer_config(layer), feed)
     counts_gates = model.activation == "swiglu" and model.activation_limit is None
     without_window = model.model_copy(update={"sliding_window": None})
-    forward = sum(forward_flops(without_window, seq_length).values()) - routers
+    forward = sum(compute_forward_flops_per_token(without_window, seq_length).values()) - routers
     return 3 * (forward - (0.0 if counts_gates or not model.has_gated_mlp else gates))
 
 
@@ -348,7 +355,7 @@ def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None 
     """Return the FLOPs of the output head and MTP layers in units of an average layer.
     By this number `split_stage_layers` balances pipeline stages. MTP is multi-token prediction.
     """
-    forward = forward_flops(model, seq_length, target=target)
+    forward = compute_forward_flops_per_token(model, seq_length, target=target)
     last = forward["head"] + forward.get("further tokens", 0.0)
     layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
     return last / layer + model.mtp_layers
@@ -360,7 +367,10 @@ def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None
     """
     if model.encoder is not None:
         sizes = seq_length, target or seq_length
-        stacks = [sum(stack_layer_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
+        stacks = [
+            sum(compute_encoder_decoder_layer_flops(model, *sizes, encodes=encodes).values())
+            for encodes in (False, True)
+        ]
         work = [stacks[model.is_encoder_layer(layer)] for layer in range(model.num_layers)]
     elif model.layers is None and model.retro is None and not model.shared_kv_layers:
         return None
@@ -368,7 +378,7 @@ def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None
         layers = range(model.num_layers)
         work = [sum(_layer_flops(model, layer, seq_length, causal=True).values()) for layer in layers]
         for layer in model.retrieval_layers:
-            work[layer] += sum(retrieval_flops(model, layer).values())
+            work[layer] += sum(compute_retro_layer_flops(model, layer).values())
     return [each * len(work) / sum(work) for each in work]
 
 

@@ -22,10 +22,10 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroughput
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
+    compute_mixer_core_flops,
     expert_row_width,
     layer_input_shapes,
     max_active_ffn_width,
-    mixing_flops,
     projection_shapes,
     recurrence_bytes,
     recurrent_state_elements,
@@ -254,7 +254,7 @@ class LayerCostModel:
     def _recurrence_work(self, mixer: MixerKind) -> PassWork:
         """Return the work of a chunked recurrence."""
         mine = self.micro_batch_tokens / self.run.tp
-        one = mine * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.rates.scan
+        one = mine * compute_mixer_core_flops(self.model, mixer, None, self.run.seq_length) / self.rates.scan
         there, back = (moved * mine / self.rates.memory for moved in recurrence_bytes(self.model, mixer))
         start, again = (count * self.rates.kernel for count in (SCAN_KERNELS if there else (0, 0)))
         return {"recurrence": PassSeconds(one + there + start, 3 * one + back + again)}

@@ -90,7 +90,7 @@ def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = Tru
     return visible - causal * visible * (visible - 1) / (2 * seq_length)
 
 
-def mixing_flops(
+def compute_mixer_core_flops(
     model: ModelConfig, mixer: MixerKind, window: int | None, seq_length: int, *, causal: bool = True
 ) -> float:
     """Return the forward FLOPs per token of a token mixer between its projections.

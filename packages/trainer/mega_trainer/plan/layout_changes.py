@@ -10,7 +10,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.plan.layout_candidates import RECOMPUTE, LayoutSettings, list_pipeline_schedules
-from mega_trainer.plan.layout_search import PlannedLayout, make_planned_run, plan_if_fitting
+from mega_trainer.plan.layout_search import PlannedLayout, make_planned_run, plan_layout_if_fitting
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings
 
@@ -34,7 +34,7 @@ def find_faster_layout_changes(
             continue
         gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
     near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
-    found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in near)
+    found = (plan_layout_if_fitting(config, settings, ranks, machine, count) for settings in near)
     gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - MIN_GAIN) * seconds)
     return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
 
@@ -47,7 +47,9 @@ def find_fitting_layout_changes(
     none if no such change is enough.
     """
     count = count_parameters_by_layer(config.model)
-    found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in _iterate_memory_changes(config))
+    found = (
+        plan_layout_if_fitting(config, settings, ranks, machine, count) for settings in _iterate_memory_changes(config)
+    )
     fitting = [layout for layout in found if layout is not None]
     return sorted(fitting, key=lambda layout: layout.time.seconds)[:keep]
 

@@ -313,7 +313,7 @@ def plan_layout(
     return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count, like).predict_step_time(), most)
 
 
-def plan_if_fitting(
+def plan_layout_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
     """Return the planned layout with given settings, or None if it is invalid or does not fit.

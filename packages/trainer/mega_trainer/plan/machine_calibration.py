@@ -36,7 +36,7 @@ class MeasuredTimes:
     phases: Mapping[str, float]
 
     @property
-    def compute_seconds(self) -> float:
+    def forward_backward_seconds(self) -> float:
         """Measured seconds of forward and backward of a step, or of the whole step if no phases were logged."""
         return self.phases["forward"] + self.phases["backward"] if "forward" in self.phases else self.seconds
 
@@ -93,10 +93,10 @@ def fit_machine_efficiency(planned: PlannedRun, machine: MachineSpec, measured: 
         excluded = ("pipeline bubble", "data", "optimizer") if "forward" in measured.phases else ()
         return sum(seconds for part, seconds in predict_parts(efficiency).items() if part not in excluded)
 
-    found = _scale_efficiency(machine.achieved_efficiency, COMPUTE, measured.compute_seconds, predict_compute)
-    if (at_peak := predict_compute(found)) > PEAK_TOLERANCE * measured.compute_seconds:
+    found = _scale_efficiency(machine.achieved_efficiency, COMPUTE, measured.forward_backward_seconds, predict_compute)
+    if (at_peak := predict_compute(found)) > PEAK_TOLERANCE * measured.forward_backward_seconds:
         message = (
-            f"--fit: forward and backward of the run took {measured.compute_seconds:.3g} s, "
+            f"--fit: forward and backward of the run took {measured.forward_backward_seconds:.3g} s, "
             f"but take at least {at_peak:.3g} s at the peak of {machine.gpu}"
         )
         raise ConfigError(message, hint="pass the --machine and --ranks of that run")
@@ -125,7 +125,7 @@ def _scale_efficiency(
     return shares.model_copy(update={name: round(getattr(shares, name) * high, 6) for name in names})
 
 
-def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
+def format_calibration_comparison(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
     """Yield lines of text that compare predicted with measured times before and after calibration.
     The calibration is of the machine.
     """

@@ -23,8 +23,8 @@ from mega_trainer.kernels.attention_masks import AttentionMaskSpec
 from mega_trainer.kernels.flash_attention import FlashAttentionCall
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, GemmOperand
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.kernels.nf4_quantizer import BLOCK, unpacked_shape
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
+from mega_trainer.kernels.nf4_quantizer import BLOCK, get_unpacked_4bit_shape
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher
 
@@ -45,7 +45,7 @@ class MetaKernels(TorchKernels):
     ) -> Tensor:
         """Return an empty tensor in place of a grouped linear layer's weight gradient, for memory prediction."""
         sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
-        return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
+        return sums if out is None else gemm_accumulation.write_or_add_values(out, sums, add=add)
 
 
 class MetaWeightQuantizer:
@@ -61,7 +61,7 @@ class MetaWeightQuantizer:
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised weight of the unpacked shape."""
-        return packed.new_empty(unpacked_shape(packed.shape), dtype=dtype)
+        return packed.new_empty(get_unpacked_4bit_shape(packed.shape), dtype=dtype)
 
 
 class MetaFusedAttention:
@@ -192,7 +192,7 @@ def _collect_storages(tree: object) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in found}
 
 
-class FusedLeafCounter(LeafCompiler):
+class FusedFunctionMemoryCounter(FusibleFunctionCompiler):
     """Compiler of leaf functions, for memory prediction, that counts each leaf function as one fused kernel."""
 
     def __init__(self, live: LiveTensorCounter) -> None:
@@ -200,5 +200,5 @@ class FusedLeafCounter(LeafCompiler):
         self.live = live
 
     def __call__(self, leaf: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a leaf function as one kernel and return its result, as `LeafCompiler` requires."""
+        """Run a leaf function as one kernel and return its result, as `FusibleFunctionCompiler` requires."""
         return self.live.run_as_one_kernel(leaf, *args, **kwargs)

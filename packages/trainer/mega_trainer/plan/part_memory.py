@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, quantized_tensors
+from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, list_quantized_tensor_names
 from mega_common.lora_config import is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.extensions import load_extensions
@@ -41,7 +41,7 @@ from mega_trainer.data.micro_batch import (
 )
 from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
@@ -64,7 +64,7 @@ from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
     FakeGroups,
-    FusedLeafCounter,
+    FusedFunctionMemoryCounter,
     LiveTensorCounter,
     MetaActivation,
     MetaDropout,
@@ -168,15 +168,15 @@ class PartMemoryCounter:
         self.groups = build_parallel_groups(
             layout, 0, heads=model.shared_head_counts, shard=run.zero3_shard, maker=FakeGroups()
         )
-        leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
+        leaves = FusibleFunctionCompiler() if run.device == "cpu" else FusedFunctionMemoryCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
         added = load_extensions(run.extensions)
         self.build = LayerBuilder(
             model, self.groups, kernels, leaves=leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
-            packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
-            packing=MetaWeightQuantizer(), blocks=added.make_block_factories(model), functions=added.bind_functions(model),
+            packed=list_quantized_tensor_names(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
+            packing=MetaWeightQuantizer(), blocks=added.make_block_factories(model), functions=added.bind_extension_functions(model),
         )  # fmt: skip
 
     def _make_dispatcher(self) -> ExpertDispatcher | None:
@@ -195,7 +195,7 @@ class PartMemoryCounter:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return stack
 
-    def count_layer(self, index: int, *, whole: bool) -> PartMemory:
+    def count_layer_memory(self, index: int, *, whole: bool) -> PartMemory:
         """Return the memory of one layer of the model.
         `index` is the layer's number; it is recomputed as a `whole` or else by the run's recompute setting.
         """
@@ -209,7 +209,7 @@ class PartMemoryCounter:
                 return self._count_decoder_layer(model, self._add_stand_ins(context, index), whole=whole)
             encodes, read = self.model.is_encoder_layer(index), self._stack_shape(encodes=True)
             rows, memory = (self._make_input(shape) for shape in ((1, model.bias_table_rows, read[-1]), read))
-            own = model.split_contexts(context, rows)[0 if encodes else 1]
+            own = model.split_encoder_decoder_contexts(context, rows)[0 if encodes else 1]
             forward = partial(model.saved.run_layer, 0, model.layers[0])
             context = own if encodes else with_encoder_memory(own, memory)
             shape = self._stack_shape(encodes=encodes)
@@ -251,7 +251,7 @@ class PartMemoryCounter:
         more = neighbors.numel() * neighbors.element_size()
         return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
-    def count_embedding(self, *, alone: bool) -> PartMemory:
+    def count_embedding_memory(self, *, alone: bool) -> PartMemory:
         """Return the memory of the first stage's embedding and of the vision encoder.
         The stage also has the head if `alone`; the vision encoder gets as many images as fit in a sequence.
         """
@@ -267,7 +267,7 @@ class PartMemoryCounter:
 
             return self._count_part(model, embed, None, parameters)
 
-    def count_head(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
+    def count_head_memory(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
         """Return the memory of the last norm, the output head and its loss, and the MTP layers.
         `alone` means that the stage also has the embedding. MTP is multi-token prediction.
         """
@@ -524,12 +524,12 @@ def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_
             index == min(model.retrieval_layers, default=None),
         )
         if kind not in kinds:
-            kinds[kind] = counter.count_layer(index, whole=False)
-            wholes[kind] = counter.count_layer(index, whole=True) if run.recompute == "full" else kinds[kind]
+            kinds[kind] = counter.count_layer_memory(index, whole=False)
+            wholes[kind] = counter.count_layer_memory(index, whole=True) if run.recompute == "full" else kinds[kind]
         layers.append(kinds[kind])
         whole.append(wholes[kind])
     embedding, head = (
-        counter.count_embedding(alone=alone),
-        counter.count_head(alone=alone, has_embedding_and_head=has_embedding_and_head),
+        counter.count_embedding_memory(alone=alone),
+        counter.count_head_memory(alone=alone, has_embedding_and_head=has_embedding_and_head),
     )
     return ModelPartMemory(tuple(layers), tuple(whole), embedding, head, counter.count_rotary_embedding_bytes())

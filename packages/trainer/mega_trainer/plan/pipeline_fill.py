@@ -8,7 +8,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mega_common.errors import ConfigError
-from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import (
+    PipelineOpCosts,
+    PipelineSchedule,
+    make_pipeline_schedule,
+    simulate_pipeline_schedule,
+)
 
 IN_FLIGHT = 4  # messages of a rank in flight / pipeline ranks, as in `pipeline.executor`
 MAX_SIMULATED = 60_000  # operations that are simulated one by one
@@ -24,12 +29,14 @@ def make_planning_schedule(
     all.
 
     Raises:
-        ConfigError: for more operations than a plan can list, or as `make_schedule`.
+        ConfigError: for more operations than a plan can list, or as `make_pipeline_schedule`.
     """
     full = (4 * virtual_stages + 2 * IN_FLIGHT) * pp
     count = microbatches if name == "gpipe" else min(microbatches, full)
     check_operation_count(count, pp * virtual_stages, f"parallel.schedule = {name}")
-    return make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, pairs_passes=pairs_passes)
+    return make_pipeline_schedule(
+        name, pp=pp, microbatches=count, virtual_stages=virtual_stages, pairs_passes=pairs_passes
+    )
 
 
 def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
@@ -59,10 +66,10 @@ def estimate_makespan(
     """Return the time of all micro-batches of a step under the pipeline schedule `name`, in the unit of `costs`."""
 
     def simulate_makespan(count: int) -> float:
-        schedule = make_schedule(
+        schedule = make_pipeline_schedule(
             name, pp=pp, microbatches=count, virtual_stages=virtual_stages, pairs_passes=pairs_passes
         )
-        return simulate_schedule(schedule, costs).makespan
+        return simulate_pipeline_schedule(schedule, costs).makespan
 
     rounds = max(0, (microbatches - 3 * pp) // pp)
     first = simulate_makespan(microbatches - rounds * pp)
@@ -76,10 +83,10 @@ def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: in
     It is exact if a step has few operations.
     """
     if 3 * microbatches * pp * virtual_stages <= MAX_SIMULATED:
-        schedule = make_schedule(
+        schedule = make_pipeline_schedule(
             name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, pairs_passes=pairs_passes
         )
-        return simulate_schedule(schedule).mean_bubble_share
+        return simulate_pipeline_schedule(schedule).mean_bubble_share
     check_operation_count(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
     makespan = estimate_makespan(
         name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, pairs_passes=pairs_passes

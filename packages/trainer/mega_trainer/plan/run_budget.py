@@ -36,13 +36,13 @@ class BudgetLimits:
             ConfigError: for anything else than a number with its unit.
         """
         return cls(
-            parse_count(tokens, "--tokens", "--tokens 300B or --tokens 15T"),
+            parse_number_with_suffix(tokens, "--tokens", "--tokens 300B or --tokens 15T"),
             None if within is None else parse_hours(within),
-            None if under is None else parse_count(under, "--under", "--under 500k or --under 2M"),
+            None if under is None else parse_number_with_suffix(under, "--under", "--under 500k or --under 2M"),
         )
 
 
-def parse_count(text: str, option: str, example: str) -> float:
+def parse_number_with_suffix(text: str, option: str, example: str) -> float:
     """Parse a number such as 300B as 3e11.
 
     Raises:

@@ -36,7 +36,7 @@ from mega_trainer.plan.memory_prediction import (
 from mega_trainer.plan.pipeline_fill import estimate_makespan, make_planning_schedule
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
-from mega_trainer.plan.zero3_memory import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
 
 UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
 HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
@@ -136,7 +136,7 @@ class PlannedRun:
             GpuThroughput.from_machine(machine, efficiency, profile.attention),
         )
         count = count or count_parameters_by_layer(model)
-        unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
+        unit = count_zero3_unit_layers(model, run, count) if run.zero == 3 else 1
         trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
@@ -144,7 +144,7 @@ class PlannedRun:
         """Return this planned run in another training layout.
         Model, machine and trainable parameters are unchanged.
         """
-        unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
+        unit = count_zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
         return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
     @cached_property

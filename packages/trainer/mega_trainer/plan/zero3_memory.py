@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 UNIT_ELEMENTS = 350_000
 
 
-def zero3_unit_layers(model: ModelConfig, run: TrainingLayout, count: ParameterCounts | None = None) -> int:
+def count_zero3_unit_layers(model: ModelConfig, run: TrainingLayout, count: ParameterCounts | None = None) -> int:
     """Return the number of layers whose weights (experts excluded) ZeRO-3 gathers as one unit.
     The number is configured, or enough that a rank's share has `UNIT_ELEMENTS` elements.
     """
@@ -69,7 +69,7 @@ class Zero3StageMemory:
         head: WeightCounts | None,
     ) -> Zero3StageMemory:
         """Return the elements of a stage of some layers, with the weights of the embedding and the head if it has them."""
-        count = min(len(layers), zero3_unit_layers(model, run)) if run.is_zero3_sharded else 0
+        count = min(len(layers), count_zero3_unit_layers(model, run)) if run.is_zero3_sharded else 0
         ends = [end for end in (embedding, head) if end is not None]
         every = [*(part.weights for part in layers), *ends]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
+from mega_ckpt.lora_tensors import adapted_modules, list_quantized_tensor_names
 from mega_common.errors import ConfigError
 from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
@@ -19,7 +19,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import open_prompts
+from mega_trainer.data.data_check import open_prompt_dataset
 from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
@@ -28,7 +28,7 @@ from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, find_compiler_problem
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
 from mega_trainer.kernels.recurrent_libraries import (
     CausalConvKernel,
@@ -38,7 +38,7 @@ from mega_trainer.kernels.recurrent_libraries import (
 )
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -62,10 +62,10 @@ from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
-from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
+from mega_trainer.pipeline.schedules import PipelineSchedule, make_pipeline_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
-from mega_trainer.plan.zero3_memory import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
 
 
 def connect_parallel_groups(
@@ -95,7 +95,9 @@ def connect_parallel_groups(
     )
 
 
-def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: LeafCompiler) -> ExpertDispatcher | None:
+def build_expert_dispatcher(
+    config: RunConfig, groups: ParallelGroups, leaves: FusibleFunctionCompiler
+) -> ExpertDispatcher | None:
     """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
     Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
     """
@@ -122,8 +124,10 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         installed=installed_kernel_versions(),
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
-        half=compute_dtype(config) in (torch.bfloat16, torch.float16),
-        head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
+        half=get_compute_dtype(config) in (torch.bfloat16, torch.float16),
+        head=max(
+            (each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_attention_layer_config)
+        ),
         softcap=model.attention_softcap is not None,
         biased=model.has_position_bias,
         taps=frozenset(
@@ -144,7 +148,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
     return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
 
 
-def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
+def create_kernels(choice: BackendChoice, leaves: FusibleFunctionCompiler) -> Kernels:
     """Return the chosen kernel back ends as one `Kernels` object; libraries are imported here."""
     makers: dict[str, Callable[[], FlashKernel]] = {
         "varlen": TorchFlashKernel, "flash 2": FlashAttention2, "flash 3": FlashAttention3, "flex": FlexAttentionKernel
@@ -167,7 +171,11 @@ def select_extension_kernels(config: RunConfig) -> Sequence[Kernel]:
 
 
 def make_layer_builder(
-    config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
+    config: RunConfig,
+    groups: ParallelGroups,
+    device: torch.device,
+    choice: BackendChoice,
+    leaves: FusibleFunctionCompiler,
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
@@ -176,11 +184,11 @@ def make_layer_builder(
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
         overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
         dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
-        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=compute_dtype(config), device=device,
+        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=get_compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
-        packed=quantized_tensors(config.model, config.lora, config.is_trainable),
+        packed=list_quantized_tensor_names(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
-        blocks=config.registry.make_block_factories(config.model), functions=config.registry.bind_functions(config.model),
+        blocks=config.registry.make_block_factories(config.model), functions=config.registry.bind_extension_functions(config.model),
     )  # fmt: skip
 
 
@@ -188,7 +196,7 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
     """Return the pipeline schedule (order of forwards and backwards per rank) of one step of this configuration."""
     parallel = config.parallel
     microbatches = config.micro_batches_per_step(groups.dp.size)
-    return make_schedule(
+    return make_pipeline_schedule(
         parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages,
         pairs_passes=parallel.overlap_expert_exchange,
     )  # fmt: skip
@@ -216,7 +224,9 @@ def build_stages(
     )  # fmt: skip
     recompute = RecomputePolicy(config.recompute.kind, config.recompute.layers, tuple(config.recompute.modules))
     offload = (
-        ActivationOffload(config.offload.activations, config.offload.min_bytes) if config.offload.activations else None
+        ActivationOffloadPool(config.offload.activations, config.offload.min_bytes)
+        if config.offload.activations
+        else None
     )
     build = replace(build, by_layer=make_fp8_kernels(config, build.device, build.leaves))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
@@ -239,7 +249,7 @@ def build_stages(
     if sharded:
         for stage in stages.values():
             fully_shard_stage(
-                stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
+                stage, dtype=get_compute_dtype(config), device=device, reduce_dtype=get_gradient_reduce_dtype(config),
                 layers=resolve_zero3_layers(config, build.groups), gather=parallel.zero3_gather or "micro_batch",
             )  # fmt: skip
     return stages
@@ -249,10 +259,12 @@ def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
     """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
     if config.model.transformers is not None:
         return config.parallel.zero3_layers or 1
-    return zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
+    return count_zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
 
 
-def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompiler | None = None) -> dict[int, Kernels]:
+def make_fp8_kernels(
+    config: RunConfig, device: torch.device, leaves: FusibleFunctionCompiler | None = None
+) -> dict[int, Kernels]:
     """Return the FP8 kernel back end of each layer whose linear layers run in FP8, by layer number.
 
     Raises:
@@ -274,7 +286,10 @@ def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompil
 
 
 def build_optimizer(
-    config: RunConfig, shared: Mapping[int, ShardedStage], groups: ParallelGroups, leaves: LeafCompiler | None = None
+    config: RunConfig,
+    shared: Mapping[int, ShardedStage],
+    groups: ParallelGroups,
+    leaves: FusibleFunctionCompiler | None = None,
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon, soap = config.optimizer, config.optimizer.muon, config.optimizer.soap
@@ -329,7 +344,7 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         separate=is_hidden_matrix if config.optimizer.name in ("muon", "soap") else None,
         decoupled=config.optimizer.decoupled_lr is not None,
         lr_factor=config.lr_factor_of,
-        reduce_dtype=gradient_reduce_dtype(config),
+        reduce_dtype=get_gradient_reduce_dtype(config),
         bucket_elements=config.parallel.bucket_elements,
         cache_prepared_weights=bool(config.layers_with_cached_fp8_weights),
     )
@@ -356,7 +371,7 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
     """
     if config.objective.kind == "grpo":
         assert tokenizer is not None  # the rules of the configuration require data.tokenizer
-        return open_prompts(config, tokenizer), None
+        return open_prompt_dataset(config, tokenizer), None
     eod = None if tokenizer is None else tokenizer.eos_id
     training, valid, _ = build_blended_datasets(
         config.data,
@@ -370,7 +385,7 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
     return training, valid
 
 
-def compute_dtype(config: RunConfig) -> torch.dtype:
+def get_compute_dtype(config: RunConfig) -> torch.dtype:
     """Return the dtype of weights and activations in forward and backward.
     Gradients and main weights are fp32, or fp64 in an fp64 run.
     """
@@ -378,7 +393,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
     return names.get(config.precision, torch.bfloat16)
 
 
-def gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
+def get_gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
     """Return the dtype in which gradients are reduced over data ranks, or None.
     None means to reduce them in the dtype in which they are kept.
     """

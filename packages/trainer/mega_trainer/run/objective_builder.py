@@ -21,7 +21,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
 from mega_trainer.data.prompt_dataset import PromptDataset
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, should_compile
 from mega_trainer.model.auxiliary_models import DistillationTeacher
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_input_decoder import LayerInputTeacher
@@ -45,7 +45,7 @@ from mega_trainer.objectives.token_loss_objective import TokenLossObjective
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
-from mega_trainer.run.train_state import collect_weights
+from mega_trainer.run.train_state import collect_stage_weights
 
 REFERENCE_FILE = 512  # samples per cache file of a reference model
 TEACHER_FILE = 1 << 23  # elements per cache file of a teacher
@@ -224,7 +224,10 @@ def _load_frozen_model(
 ) -> PipelineExecutor:
     """Load a model for inference in the run's layout."""
     plain = config.model_copy(update={"lora": None, "train": config.train.model_copy(update={"freeze": []})})
-    leaves, schedule = LeafCompiler(compiled=should_compile(config.compile, device)), build_schedule(plain, groups)
+    leaves, schedule = (
+        FusibleFunctionCompiler(compiled=should_compile(config.compile, device)),
+        build_schedule(plain, groups),
+    )
     builder = make_layer_builder(plain, groups, device, choose_kernels(plain, device), leaves)
     stages = build_stages(plain, builder, schedule, kind)
     for stage in stages.values():
@@ -232,7 +235,7 @@ def _load_frozen_model(
     source = open_weight_source(path, families=config.registry.families)
     if path == config.init_from:  # the run may have extended its vocabulary
         source = extend_vocabulary(plain, source, find_run_tokenizer(config.data, config.model.vocab_size))
-    load_weights(source, collect_weights(stages))
+    load_weights(source, collect_stage_weights(stages))
     logger.info("model %s loaded for inference", path)
     return PipelineExecutor(schedule, stages, groups.pp)
 

@@ -8,7 +8,7 @@ import torch
 
 from mega_ckpt.canonical_tensors import canonical_tensors, count_model_parameters
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
-from mega_ckpt.store import step_folder
+from mega_ckpt.store import get_checkpoint_step_folder
 from mega_common.errors import TrainingInterrupted, TrainingTerminated
 from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.config.run_config import RunConfig
@@ -96,5 +96,9 @@ def log_run_end(state: TrainState, reason: str | None) -> None:
     if state.step < steps:
         logger.info("no lower validation loss in %d validations (train.early_stop)", state.best.since)
     if state.best.loss is not None and state.config.checkpoint.best:
-        logger.info("the lowest validation loss is %.4f, of %s", state.best.loss, step_folder(root, state.best.step))
+        logger.info(
+            "the lowest validation loss is %.4f, of %s",
+            state.best.loss,
+            get_checkpoint_step_folder(root, state.best.step),
+        )
     logger.info("done: %d steps; the model is in %s", state.step, root)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mega_ckpt.checkpoint_folders import delete_after_step, latest_checkpoint_until_step
+from mega_ckpt.checkpoint_folders import delete_checkpoints_after_step, latest_checkpoint_until_step
 from mega_ckpt.lora_adapter import check_adapter_base
 from mega_ckpt.source import WeightSource, load_weights
 from mega_ckpt.store import (
@@ -36,7 +36,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import TrainingStateCopy
 from mega_trainer.job.resume import check_resume_settings
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.job.training_guard import BestValidation, LossGuard, RollbackRequested, SkippedRanges
+from mega_trainer.job.training_guard import BestValidation, LossGuard, RollbackRequested, SkippedSampleRanges
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
@@ -47,7 +47,7 @@ from mega_trainer.parallel.parameter_info import (
     is_trainable,
     iterate_saved_buffers,
 )
-from mega_trainer.parallel.parameter_shards import replica_groups, split_replicas
+from mega_trainer.parallel.parameter_shards import replica_groups, split_replicated_tensors_to_save
 
 
 @dataclass
@@ -76,7 +76,7 @@ class TrainState:
     count_samples_read: Callable[[int], Mapping[str, int]] | None = None
     find_stream_positions: Callable[[int], Mapping[str, Any]] | None = None
     adapter_base: Mapping[str, str] | None = None
-    skipped_ranges: SkippedRanges = field(default_factory=SkippedRanges)
+    skipped_ranges: SkippedSampleRanges = field(default_factory=SkippedSampleRanges)
     rollbacks: int = 0
     best: BestValidation = field(default_factory=BestValidation)
 
@@ -102,10 +102,10 @@ class TrainState:
             RollbackRequested: when it is to roll back.
         """
         size = self.config.batch.batch_size_after_samples(self.consumed_samples)
-        samples = self.skipped_ranges.format_samples(self.consumed_samples, size)
+        samples = self.skipped_ranges.format_sample_positions(self.consumed_samples, size)
         self.step += 1
         self.consumed_samples += size
-        self.guard.check_step(self.step, result, samples)
+        self.guard.check_loss_and_grad_norm(self.step, result, samples)
 
     def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
         """Return to an earlier checkpoint after a bad step, and skip all samples read since then.
@@ -135,12 +135,12 @@ class TrainState:
             f"samples {before.data_position(self.consumed_samples)} to {before.data_position(at) - 1}",
         )  # fmt: skip
         if world.rank == 0:
-            delete_after_step(root, self.step)
+            delete_checkpoints_after_step(root, self.step)
 
     def checkpoint_tensors(self) -> dict[str, ShardedTensor]:
         """Return all tensors of a checkpoint as this rank's slices, which are views of the tensors in training."""
         self.optimizer.wait_for_params()
-        weights = collect_weights(
+        weights = collect_stage_weights(
             self.stages, prefix="weights/", computed=True, trainable_only=self.config.lora is not None
         )
         return weights | self.optimizer.checkpoint_tensors()
@@ -150,7 +150,7 @@ class TrainState:
         Replicated tensors are split among the ranks that hold them.
         """
         self.optimizer.wait_for_params()
-        weights = collect_weights(
+        weights = collect_stage_weights(
             self.stages, prefix="weights/", computed=True, to_save=True, trainable_only=self.config.lora is not None
         )
         return weights | self.optimizer.checkpoint_tensors(to_save=True)
@@ -216,14 +216,14 @@ class TrainState:
         self.best = BestValidation(**state.get("best", {}))
         self.step = step
         self.consumed_samples = state["consumed_samples"]
-        self.skipped_ranges = SkippedRanges.from_checkpoint_state(state)
+        self.skipped_ranges = SkippedSampleRanges.from_checkpoint_state(state)
         self.optimizer.update_count = state["optimizer_steps"]
         self.guard.average, self.guard.seen = state["loss_average"], state["loss_seen"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.value, self.loss_scale.good_steps = state["loss_scale"]
 
 
-def collect_weights(
+def collect_stage_weights(
     stages: Mapping[int, Decoder],
     *,
     prefix: str = "",
@@ -256,10 +256,10 @@ def collect_weights(
         for groups, parameters in by_replicas.items():
             values = ((_unpacked_values(parameter), get_parameter_info(parameter).pieces) for parameter in parameters)
             boxes = boxes_by_name((t.to(stage.dtype) if computed else t, pieces) for t, pieces in values)
-            parts.append(split_replicas(boxes, groups))
+            parts.append(split_replicated_tensors_to_save(boxes, groups))
         if not trainable_only:
             parts.append(
-                split_replicas(
+                split_replicated_tensors_to_save(
                     boxes_by_name(iterate_saved_buffers(stage)),
                     (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
                 )
@@ -282,12 +282,12 @@ def load_stage_weights(
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
     """
-    weights = collect_weights(stages, packed=False)
+    weights = collect_stage_weights(stages, packed=False)
     load_weights(source, {name: boxes for name, boxes in weights.items() if wanted(name)})
     for parameter in (parameter for stage in stages.values() for parameter in stage.parameters()):
         packed = get_quantized_weight(parameter)
         if packed is not None:
-            with packed.writable_values() as values:
+            with packed.fill_and_quantize() as values:
                 load_weights(source, boxes_by_name([(values, get_parameter_info(parameter).pieces)]))
 
 

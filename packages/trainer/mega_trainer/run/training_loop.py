@@ -17,7 +17,7 @@ from mega_data.batch_loader import StepBatch
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
-from mega_trainer.job.error_translation import translate_errors
+from mega_trainer.job.error_translation import convert_oom_and_lost_rank_errors
 from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.metrics_log import MetricsLogger, MfuCalculator, compute_norms_by_layer
@@ -26,7 +26,7 @@ from mega_trainer.job.step_replay import collect_provenance
 from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.job.training_guard import SampleSkippingDataset, StopSignalHandler
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
-from mega_trainer.run.build_components import compute_dtype
+from mega_trainer.run.build_components import get_compute_dtype
 from mega_trainer.run.step_callbacks import FinishedStep, build_callbacks, run_callbacks
 from mega_trainer.run.train_state import CheckpointSaver
 from mega_trainer.run.train_step import StepHooks, run_validation, train_step
@@ -42,11 +42,11 @@ def run_training_loop(context: TrainingContext) -> str | None:
         RollbackRequested: when the run's policy for a bad step is to return to an earlier checkpoint.
     """
     state, ranks, config = context.state, context.ranks, context.state.config
-    utilization = MfuCalculator.for_run(config, context.device, compute_dtype(config), ranks.world_size)
+    utilization = MfuCalculator.for_run(config, context.device, get_compute_dtype(config), ranks.world_size)
     is_leader = ranks.rank == 0
     provenance = collect_provenance(ranks.world_size, context.train_data.fingerprint) if is_leader else None
     with (
-        translate_errors(ranks.rank, lambda: f"step {state.step + 1}", context.memory_needs),
+        convert_oom_and_lost_rank_errors(ranks.rank, lambda: f"step {state.step + 1}", context.memory_needs),
         hang_watchdog(context),
         StopSignalHandler() as stop_signal,
         CheckpointSaver(config, provenance) as saver,
@@ -173,7 +173,7 @@ class TrainingLoop:
             self._state.consumed_samples,
             self._lr_curve(before),
             result,
-            phases=context.phases.take_durations(),
+            phases=context.phases.take_phase_durations(),
             epochs=lambda consumed: context.train_data.count_epochs_by_path(skipped.data_position(consumed)),
             decoupled_lr=self._decoupled_lr(before),
             images=round(result.scalars.images, 2) if self._config.model.vision else None,
@@ -286,7 +286,7 @@ class LoopStepHooks(StepHooks):
         if vision is None:
             return 0.0
         shapes = [pixels.shape for images in self.batch.images if images is not None for pixels in images.pixels]
-        squares = vision.count_total_features(shapes) / vision.features_per_square
+        squares = vision.count_features_of_images(shapes) / vision.features_per_tile
         return squares * groups.dp.size / groups.world.size
 
 

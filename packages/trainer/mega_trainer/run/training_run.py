@@ -35,11 +35,16 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, list_communicating_groups, warm_up_groups
+from mega_trainer.distributed.process_groups import (
+    ParallelGroups,
+    RankInfo,
+    list_communicating_groups,
+    warm_up_nccl_communicators,
+)
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
-from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, TrainingStateCopy, should_keep_copies
+from mega_trainer.job.error_translation import convert_oom_and_lost_rank_errors
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, TrainingStateCopy, should_keep_memory_copies
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.job.profiler import StepProfiler
 from mega_trainer.job.resume import (
@@ -51,7 +56,7 @@ from mega_trainer.job.resume import (
 )
 from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, record_run_start
 from mega_trainer.job.training_guard import LossGuard, RollbackRequested, RunLimits
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
+from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, should_compile
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.objectives.policy_objective import Rollout, RolloutGenerator
 from mega_trainer.parallel.parameter_shards import ShardedStage
@@ -70,7 +75,7 @@ from mega_trainer.run.build_components import (
 )
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.run_summary import log_run_end, log_run_size, predict_step_seconds
-from mega_trainer.run.train_state import TrainState, collect_weights, load_stage_weights
+from mega_trainer.run.train_state import TrainState, collect_stage_weights, load_stage_weights
 from mega_trainer.run.training_context import TaskScorer, TrainingContext
 from mega_trainer.run.training_loop import run_training_loop
 
@@ -98,7 +103,7 @@ def run_training(
     with (
         record_rank_errors(Path(config.output), ranks.rank),
         claim_run_folders(config, ranks, groups.world),
-        translate_errors(ranks.rank, lambda: "before the first step", needs),
+        convert_oom_and_lost_rank_errors(ranks.rank, lambda: "before the first step", needs),
         deterministic_mode(config.deterministic),
     ):
         return train_in_run_folder(config, ranks, groups, needs, store, scorer, generate)
@@ -125,11 +130,11 @@ def train_in_run_folder(
     train_data, valid_data = load_datasets(config, tokenizer)
     config = config if config.train.epochs is None else convert_epochs_to_steps(config, train_data.samples_per_epoch)
 
-    state, executor = assemble_training(config, groups, device, profiler.time_phase)
+    state, executor = build_training_state_and_executor(config, groups, device, profiler.time_phase)
     state.count_samples_read = train_data.count_samples_by_path
     state.find_stream_positions = train_data.find_stream_positions
     loading_began = time.monotonic()
-    initialize_state(state, start, groups.world, tokenizer)
+    initialize_training_state(state, start, groups.world, tokenizer)
     if not has_steps_left(state, start):
         return state
     begin_run_records(state, ranks, groups, start, tokenizer, time.monotonic() - loading_began)
@@ -207,7 +212,7 @@ def train_with_rollbacks(context: TrainingContext) -> str | None:
 
 def open_memory_checkpoint(config: RunConfig, groups: ParallelGroups) -> MemoryCheckpoint | None:
     """Return the object that keeps memory copies of the run's state in host memory, or None if the run keeps none."""
-    if not should_keep_copies(config, os.environ):
+    if not should_keep_memory_copies(config, os.environ):
         return None
     return MemoryCheckpoint(config.output, groups.world, os.environ, os.getppid())
 
@@ -217,11 +222,11 @@ def prepare_device(config: RunConfig, ranks: RankInfo, groups: ParallelGroups) -
     device = select_rank_device(config.device, ranks.local_rank)
     if device.type == "cuda":
         logger.info("environment: %s", format_environment(config, os.environ))
-        warm_up_groups(groups, list_communicating_groups(groups, config), device)
+        warm_up_nccl_communicators(groups, list_communicating_groups(groups, config), device)
     return device
 
 
-def assemble_training(
+def build_training_state_and_executor(
     config: RunConfig,
     groups: ParallelGroups,
     device: torch.device,
@@ -231,7 +236,10 @@ def assemble_training(
     The state has the model with gradients, and the optimizer.
     """
     schedule = build_schedule(config, groups)
-    choice, leaves = choose_kernels(config, device), LeafCompiler(compiled=should_compile(config.compile, device))
+    choice, leaves = (
+        choose_kernels(config, device),
+        FusibleFunctionCompiler(compiled=should_compile(config.compile, device)),
+    )
     added = ", ".join(
         f"{kernel.operation} {name}"
         for name, kernel in zip(
@@ -258,7 +266,7 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
     return sharded[stage].backward_context(last)
 
 
-def initialize_state(
+def initialize_training_state(
     state: TrainState, start: Location | TrainingStateCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
     """Load the weights and the optimizer state that a run starts from into the training state.
@@ -331,7 +339,7 @@ def _load_initial_adapter(state: TrainState, base: str, source: WeightSource) ->
     """Load the adapter of `lora.init_from`; without one, initialise DoRA magnitudes from the base weights `source`."""
     lora, model = state.config.lora, state.config.model
     assert lora is not None
-    modules, trained = adapted_modules(model, lora), collect_weights(state.stages, trainable_only=True)
+    modules, trained = adapted_modules(model, lora), collect_stage_weights(state.stages, trainable_only=True)
     if lora.init_from is None:
         init_dora_magnitudes(source, modules, trained)
         return

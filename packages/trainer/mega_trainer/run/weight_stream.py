@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.disk_layouts import TensorSlice
-from mega_ckpt.formats.hf_write import plan_hf_folder, tensor_fillers
+from mega_ckpt.formats.hf_write import iterate_tensor_fillers, plan_hf_folder
 from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.comm import CommGroup, all_reduce
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.run.train_state import collect_weights
+from mega_trainer.run.train_state import collect_stage_weights
 
 NamedTensors = list[tuple[str, Tensor]]
 PlannedTensor = tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]
@@ -47,7 +47,7 @@ class RankShareSource:
     ) -> None:
         self.model, self.device, self.world, self._assets = model, device, world, assets
         self._shapes = canonical_tensors(model)
-        self._shares = collect_weights(stages, computed=True, to_save=True)  # each element on one rank
+        self._shares = collect_stage_weights(stages, computed=True, to_save=True)  # each element on one rank
         own = {name: sharded.boxes[0].tensor.dtype for name, sharded in self._shares.items() if sharded.boxes}
         by_rank: list[dict[str, torch.dtype]] = [own] * world.size
         if world.size > 1:
@@ -74,10 +74,10 @@ class RankShareSource:
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Return this rank's share of `tensor[offset : offset + shape]`, zeros elsewhere, on the device."""
         out = torch.empty(shape, dtype=self.tensor_dtype(name), device=self.device)
-        self.copy_slab(TensorSlice(name, offset, shape), out)
+        self.copy_tensor_slice_share(TensorSlice(name, offset, shape), out)
         return out
 
-    def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
+    def copy_tensor_slice_share(self, slab: TensorSlice, out: Tensor) -> None:
         """Copy this rank's share of a tensor slice into a tensor, with zeros for elements of other ranks.
         `slab` is the slice; `out` has its shape, and elements are cast to the dtype of `out`.
         """
@@ -118,7 +118,7 @@ def stream_weight_buckets(
     plan = plan_hf_folder(source, family=family, dtype=dtype)
     waiting: list[PlannedTensor] = []
     free = size
-    for planned in tensor_fillers(plan, source.copy_slab):
+    for planned in iterate_tensor_fillers(plan, source.copy_tensor_slice_share):
         nbytes = _planned_bytes(planned)
         if waiting and nbytes > free:
             yield _gather_bucket(source, waiting)

@@ -42,7 +42,7 @@ def assemble_tensor(held: ShardedTensor) -> Tensor:
     return out
 
 
-def select_box(tensor: Tensor, box: TensorBox) -> Tensor:
+def select_tensor_slice(tensor: Tensor, box: TensorBox) -> Tensor:
     """Return the part of a whole tensor that the box holds."""
     return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
 
@@ -56,7 +56,7 @@ def tensor_errors(mine: NamedTensors, reference: NamedTensors) -> dict[str, floa
         largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), scale)
     return {
         name: max(
-            nan_as_infinity(((box.tensor.double() - select_box(wholes[name], box)).abs().max() / scale).item())
+            nan_as_infinity(((box.tensor.double() - select_tensor_slice(wholes[name], box)).abs().max() / scale).item())
             for box in held.boxes
             if box.tensor.numel()
         )
@@ -94,7 +94,7 @@ def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
     return max(nan_as_infinity(abs(a - b) / abs(b)) for a, b in zip(mine, reference, strict=True))
 
 
-def list_boxes(outcome: CaseOutcome) -> BoxesByName:
+def list_held_tensor_slices(outcome: CaseOutcome) -> BoxesByName:
     """Return the boxes of each tensor that this rank holds."""
     held = {**outcome.tensors, **{f"gradients/{name}": held for name, held in outcome.gradients.items()}}
     return {name: [(box.offset, tuple(box.tensor.shape)) for box in it.boxes] for name, it in held.items()}
@@ -206,7 +206,7 @@ def compare_with_reference_outcome(mine: CaseOutcome, reference: CaseOutcome) ->
     """Return the findings of this rank's results against those of one process."""
     shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
     shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}
-    return RankFindings(compare_outcomes(mine, reference), list_boxes(mine), shapes)
+    return RankFindings(compare_outcomes(mine, reference), list_held_tensor_slices(mine), shapes)
 
 
 def merge_rank_findings(case: LayoutCase, found: Iterable[RankFindings | None]) -> CaseVerdict:

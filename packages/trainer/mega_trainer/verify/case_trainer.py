@@ -23,7 +23,7 @@ from mega_trainer.distributed.process_groups import (
     ProcessGroupCache,
     RankInfo,
     build_parallel_groups,
-    device_only_backend,
+    get_device_process_group_backend,
 )
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
@@ -91,9 +91,9 @@ class CaseTrainer:
         """Return this rank's trainer of a case. A collective call of the ranks of the case."""
         config = case.config
         groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
-        dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
-        with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
-            state, executor = training_run.assemble_training(config, groups, device)
+        dtype = torch.float64 if case.wide else build_components.get_compute_dtype(config)
+        with mock.patch.object(build_components, "get_compute_dtype", return_value=dtype):
+            state, executor = training_run.build_training_state_and_executor(config, groups, device)
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed, config.init_factor_of)
         state.optimizer.load_main_from_model()
@@ -127,12 +127,12 @@ class CaseTrainer:
             out.losses += [loss for loss in (result.loss, result.mtp_loss, result.pair_loss) if loss is not None]
             out.norms.append(result.grad_norm)
             if number == 0:
-                out.gradients = clone_tensors(self.optimizer.gradients_by_name())
-        out.tensors = clone_tensors(self.state.checkpoint_tensors())
+                out.gradients = copy_sharded_tensors_to_host(self.optimizer.gradients_by_name())
+        out.tensors = copy_sharded_tensors_to_host(self.state.checkpoint_tensors())
         return out
 
 
-def clone_tensors(tensors: NamedTensors) -> dict[str, ShardedTensor]:
+def copy_sharded_tensors_to_host(tensors: NamedTensors) -> dict[str, ShardedTensor]:
     """Return copies on the host that later steps do not change."""
     return {
         name: ShardedTensor(
@@ -173,7 +173,7 @@ def make_case_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
             maker.groups_by_ranks[ranks] = dist.group.WORLD  # type: ignore[assignment]
         else:
             maker.groups_by_ranks[ranks] = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=60), backend=device_only_backend()
+                list(ranks), timeout=timedelta(seconds=60), backend=get_device_process_group_backend()
             )
     return maker
 

@@ -23,10 +23,10 @@ from mega_trainer.verify.case_comparison import (
     ContextFactory,
     assemble_tensor,
     nan_as_infinity,
-    select_box,
+    select_tensor_slice,
     tensor_errors,
 )
-from mega_trainer.verify.case_trainer import CaseTrainer, NamedTensors, clone_tensors, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, NamedTensors, copy_sharded_tensors_to_host, make_case_groups
 from mega_trainer.verify.layout_case import LARGE_BUCKET, LayoutCase
 
 PIPELINE_KEYS = ("pp", "virtual_stages", "schedule", "pipeline_layout")
@@ -216,8 +216,8 @@ def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
         for handle in handles:
             handle.remove()
         record.loss, record.norm = result.loss, result.grad_norm
-        record.gradients = clone_tensors(trainer.optimizer.gradients_by_name())
-        record.tensors = clone_tensors(trainer.state.checkpoint_tensors())
+        record.gradients = copy_sharded_tensors_to_host(trainer.optimizer.gradients_by_name())
+        record.tensors = copy_sharded_tensors_to_host(trainer.state.checkpoint_tensors())
     return record
 
 
@@ -314,7 +314,7 @@ def _compare_tensors(
     wrong.sort(key=lambda name: (-index.get(_canonical_name(name), -1), name))
     first, whole = wrong[0], assemble_tensor(reference[wrong[0]])
     boxes = [box for held in ranks if first in held for box in held[first].boxes if box.tensor.numel()]
-    found = [(*_largest_difference(box.tensor, select_box(whole, box)), box) for box in boxes]
+    found = [(*_largest_difference(box.tensor, select_tensor_slice(whole, box)), box) for box in boxes]
     _, inner, box = max(found, key=lambda one: one[0])
     position = tuple(start + offset for start, offset in zip(box.offset, inner, strict=True))
     layer = _layer_number(first)

@@ -15,13 +15,19 @@ import torch.distributed as dist
 from mega_ckpt.store import Location, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import merge_sharded_tensors
 from mega_trainer.distributed.process_groups import ProcessGroupCache
-from mega_trainer.verify.case_comparison import RankFindings, assemble_tensor, compare_outcomes, list_boxes, select_box
+from mega_trainer.verify.case_comparison import (
+    RankFindings,
+    assemble_tensor,
+    compare_outcomes,
+    list_held_tensor_slices,
+    select_tensor_slice,
+)
 from mega_trainer.verify.case_trainer import (
     CaseOutcome,
     CaseTrainer,
     NamedTensors,
     SingleProcessOutcomes,
-    clone_tensors,
+    copy_sharded_tensors_to_host,
     make_case_groups,
 )
 from mega_trainer.verify.layout_case import LayoutCase
@@ -49,7 +55,7 @@ def find_differing_tensors(mine: NamedTensors, reference: NamedTensors) -> list[
         name
         for name, held in mine.items()
         for full in [assemble_tensor(reference[name])]
-        if not all(torch.equal(box.tensor, select_box(full, box)) for box in held.boxes)
+        if not all(torch.equal(box.tensor, select_tensor_slice(full, box)) for box in held.boxes)
     ]
 
 
@@ -74,7 +80,7 @@ def restore_in_other_layouts(
         if rank < before.ranks:
             first = CaseTrainer.build(before, rank, maker)
             held = dict(first.run(STEPS_BEFORE).tensors)
-            saved = save_case(first, maker, folder / str(number))
+            saved = save_case_checkpoint(first, maker, folder / str(number))
         everywhere: list[tuple[Location, NamedTensors]] = [(saved, held)] * dist.get_world_size()
         dist.all_gather_object(everywhere, (saved, held))
         if rank >= after.ranks:
@@ -85,7 +91,7 @@ def restore_in_other_layouts(
             overwrite_training_state(second)
             second.state.restore_checkpoint(everywhere[0][0], find_case_group(maker, after))
         wanted = merge_sharded_tensors(held for _, held in everywhere)
-        differing = find_differing_tensors(clone_tensors(second.state.checkpoint_tensors()), wanted)
+        differing = find_differing_tensors(copy_sharded_tensors_to_host(second.state.checkpoint_tensors()), wanted)
         yield RestoreFindings(differing, _train_on(second, references))
 
 
@@ -96,10 +102,10 @@ def _train_on(second: CaseTrainer, references: SingleProcessOutcomes) -> RankFin
     split = len(straight.losses) // (STEPS_BEFORE + STEPS_AFTER) * STEPS_BEFORE
     reference = CaseOutcome(straight.losses[split:], straight.norms[STEPS_BEFORE:], {}, straight.tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in straight.tensors.items()}
-    return RankFindings(compare_outcomes(rest, reference), list_boxes(rest), shapes)
+    return RankFindings(compare_outcomes(rest, reference), list_held_tensor_slices(rest), shapes)
 
 
-def save_case(trainer: CaseTrainer, maker: ProcessGroupCache, folder: Path) -> Location:
+def save_case_checkpoint(trainer: CaseTrainer, maker: ProcessGroupCache, folder: Path) -> Location:
     """Save a checkpoint and return its folder. A collective call of the ranks of the case."""
     state = trainer.state
     with hide_progress():

@@ -10,7 +10,7 @@ import numpy as np
 from mega_common.retro_config import RetroConfig
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import EncoderInput, StepBatch
-from mega_data.images.image_pixels import compute_native_size, list_placeholder_features
+from mega_data.images.image_pixels import compute_native_size, map_placeholders_to_features
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.run_config import RunConfig
 
@@ -69,11 +69,11 @@ def draw_sample_images(rng: np.random.Generator, tokens: np.ndarray, vision: Vis
     shapes: list[tuple[int, int]] = []
     for _ in range(count):
         sides = rng.integers(1, 9, 2) if vision.has_variable_tokens else (size, size)
-        found = list_placeholder_features(vision, int(sides[0]), int(sides[1]))
+        found = map_placeholders_to_features(vision, int(sides[0]), int(sides[1]))
         features = np.append(features, rows + found)
         whole = [compute_native_size(vision, int(sides[0]), int(sides[1]))] if vision.native else []
-        shapes += whole or [(size, size)] * (1 + found.max() // vision.features_per_square)
-        rows = sum(vision.count_features(*one) for one in shapes)
+        shapes += whole or [(size, size)] * (1 + found.max() // vision.features_per_tile)
+        rows = sum(vision.count_image_features(*one) for one in shapes)
     features = features[cut:][: len(tokens)]
     positions = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[positions] = vision.image_token
@@ -93,7 +93,7 @@ def _draw_module_images(
     for _ in range(count):
         pixels = rng.integers(0, 256, (*rng.integers(6, 20, 2), 3), np.uint8)
         found.append(processor.prepare(Image.fromarray(pixels))[0])
-    features = np.arange(vision.count_total_features(one.shape for one in found))[cut:][: len(tokens)]
+    features = np.arange(vision.count_features_of_images(one.shape for one in found))[cut:][: len(tokens)]
     positions = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[positions] = vision.image_token
     return SampleImages(found, positions, features)

@@ -133,11 +133,13 @@ class Verification:
         check_generation: GenerationCheck | None = None,
     ) -> None:
         self._tiny, self._context, self._check_generation, self._only = tiny, context, check_generation, only
-        self.cases = choose_layouts(tiny, layouts, ranks, seed) if only is None else [parse_layout(tiny, only)]
+        self.cases = (
+            choose_covering_layout_cases(tiny, layouts, ranks, seed) if only is None else [parse_layout(tiny, only)]
+        )
         self.failures: list[CaseVerdict] = []
 
     @property
-    def uncovered(self) -> list[str]:
+    def uncovered_parallel_degrees(self) -> list[str]:
         """Degrees that the run has and no layout of this verification, such as `tp`."""
         parallel = self._tiny.config.parallel
         degrees = ("tp", "pp", "cp", "ep", "expert_tp", "virtual_stages")
@@ -194,7 +196,7 @@ class Verification:
     @property
     def _single_case(self) -> LayoutCase:
         layers = self._tiny.num_distinct_layers
-        return make_case(self._tiny, layers, 1, parallel={}, steps=count_stable_steps(self._tiny, layers))
+        return make_tiny_layout_case(self._tiny, layers, 1, parallel={}, steps=count_stable_steps(self._tiny, layers))
 
     @property
     def _single_pairs(self) -> list[tuple[str, str, LayoutCase, LayoutCase]]:
@@ -219,7 +221,7 @@ class Verification:
         work = [(case, reference) for _, _, case, reference in pairs]
         try:
             for (check, name, case, _), (found,) in zip(
-                pairs, iterate_rank_results(compare_pairs, 1, work, timeout=CASE_SECONDS), strict=False
+                pairs, iterate_rank_results(compare_case_pairs, 1, work, timeout=CASE_SECONDS), strict=False
             ):
                 verdict = merge_rank_findings(case, [found])
                 bounds = BF16_BOUNDS if check == "bf16" else dict.fromkeys(verdict.errors, TOLERANCE)
@@ -335,7 +337,7 @@ def verify_run(run: Mapping[str, Any], *, layouts: int = 4, ranks: int = 2) -> l
     return problems
 
 
-def compare_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[RankFindings]:
+def compare_case_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[RankFindings]:
     """Yield the findings of each case's losses and gradients against its reference, both in this process."""
     for case, reference in pairs:
         mine, wanted = (CaseTrainer.build(one).run(one.steps) for one in (case, reference))
@@ -343,7 +345,7 @@ def compare_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[Ra
         yield compare_with_reference_outcome(mine, wanted)
 
 
-def make_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
+def make_tiny_layout_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
     """Return a case of the tiny model."""
     model = tiny.model_fields(layers)
     own = tiny.case_fields()
@@ -360,7 +362,7 @@ def count_stable_steps(tiny: TinyRun, layers: int) -> int:
     return 1 if layers > 4 and (tiny.config.model.delta or tiny.config.model.kda) else STEPS
 
 
-def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
+def choose_covering_layout_cases(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
     """Return a covering of the legal layouts of up to `ranks` ranks; the first is the nearest to the run's own layout.
     Tensor parallelism without sequence parallelism, which hides missing gradient sums, and context parallelism follow, if
     the model has such layouts and `count` allows it.
@@ -416,9 +418,9 @@ def sample_layout_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng:
     fields |= sample_memory_settings(rng)
     moe = tiny.config.model.moe
     if moe is not None and moe.aux_loss_scope == "batch":  # a loss of one micro-batch of all data ranks
-        case = make_case(tiny, layers, ranks, **fields)
+        case = make_tiny_layout_case(tiny, layers, ranks, **fields)
         fields["micro"] = case.batch // case.layout["dp"]
-    return make_case(tiny, layers, ranks, steps=count_stable_steps(tiny, layers), **fields)
+    return make_tiny_layout_case(tiny, layers, ranks, steps=count_stable_steps(tiny, layers), **fields)
 
 
 def _trains_each_stage(case: LayoutCase) -> bool:
@@ -466,6 +468,6 @@ def parse_layout(tiny: TinyRun, text: str) -> LayoutCase:
         given.setdefault("zero3_gather", GATHERS[0])
     stages = sum(given.get("pipeline_layout", ())) or given.get("pp", 1) * given.get("virtual_stages", 1)
     layers = max(stages, tiny.num_distinct_layers)
-    case = make_case(tiny, layers, ranks, parallel=given, steps=count_stable_steps(tiny, layers), **fields)
+    case = make_tiny_layout_case(tiny, layers, ranks, parallel=given, steps=count_stable_steps(tiny, layers), **fields)
     _ = case.config
     return case

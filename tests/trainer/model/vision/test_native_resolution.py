@@ -57,7 +57,7 @@ def test_learned_positions_are_interpolated_as_by_torch(
         one = ImagePartition(one.images, one.vision.model_copy(update={"native": native}), rank, ranks)
         rows, weights = one.compute_position_interpolation()
         found, start = (table[rows] * weights[..., None]).sum(1), 0
-        for number in one.images_of_ranks[rank]:
+        for number in one.image_ranges_by_rank[rank]:
             high, wide = (merge * length for length in one.feature_grids[number])
             resized = F.interpolate(grid, (high, wide), mode="bilinear", align_corners=True)[0]
             places = one.patch_coordinates()[start : start + high * wide]

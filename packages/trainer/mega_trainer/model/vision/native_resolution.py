@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mega_common.vision_config import PROJECTOR, TOWER, NativeResolutionConfig, VisionConfig
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec, PackedDocumentMask
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -65,7 +65,7 @@ class ImagePartition:
         return [self.vision.get_feature_grid(*image.shape[1:]) for image in self.images]
 
     @cached_property
-    def images_of_ranks(self) -> list[range]:
+    def image_ranges_by_rank(self) -> list[range]:
         """Range of the numbers of the images that each rank encodes."""
         sizes = np.array([high * wide for high, wide in self.feature_grids], np.int64)
         middles = sizes.cumsum() - sizes / 2
@@ -79,7 +79,7 @@ class ImagePartition:
             1,
             *(
                 sum(high * wide for high, wide in self.feature_grids[part.start : part.stop])
-                for part in self.images_of_ranks
+                for part in self.image_ranges_by_rank
             ),
         )
 
@@ -90,15 +90,15 @@ class ImagePartition:
         """
         window = self.native_resolution.window
         if window is None:
-            return [order_by_windows(grid, max(grid)) for grid in self.feature_grids]
+            return [order_features_by_windows(grid, max(grid)) for grid in self.feature_grids]
         side = window // (self.vision.patch_size * self.native_resolution.merge)
-        return [order_by_windows(grid, side) for grid in self.feature_grids]
+        return [order_features_by_windows(grid, side) for grid in self.feature_grids]
 
     @cached_property
     def feature_rows(self) -> Tensor:
         """Row of each feature, line by line and image by image, in the concatenated outputs of all ranks: int64 [n]."""
         found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # at least one row; unused without images
-        for rank, part in enumerate(self.images_of_ranks):
+        for rank, part in enumerate(self.image_ranges_by_rank):
             first = rank * self.features_per_rank
             for order, _ in self.window_orders[part.start : part.stop]:
                 found.append(first + np.argsort(order))
@@ -107,14 +107,14 @@ class ImagePartition:
 
     def extract_patches(self) -> Tensor:
         """Return the pixels of this rank's patches, ordered by window: fp32 [P, 3 frames size size]."""
-        part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
+        part, each = self.image_ranges_by_rank[self.rank], self.native_resolution.merge**2
         own = [self._cut_patches(self.images[number])[self.window_orders[number][0]].flatten(0, 1) for number in part]
         cut = torch.cat(own) if own else torch.empty(0, self.vision.values_per_patch)
         return F.pad(cut, (0, 0, 0, self.features_per_rank * each - len(cut)))
 
     def patch_coordinates(self) -> Tensor:
         """Return the line and column of each of this rank's P patches in its image: int64 [P, 2]."""
-        part, merge = self.images_of_ranks[self.rank], self.native_resolution.merge
+        part, merge = self.image_ranges_by_rank[self.rank], self.native_resolution.merge
         inner = np.indices((merge, merge)).reshape(2, -1).T
         own = [np.zeros((0, 2), np.int64)]
         for number in part:
@@ -129,7 +129,7 @@ class ImagePartition:
         image.
         """
         side, merge = isqrt(self.native_resolution.positions), self.native_resolution.merge
-        grids = [self.feature_grids[number] for number in self.images_of_ranks[self.rank]]
+        grids = [self.feature_grids[number] for number in self.image_ranges_by_rank[self.rank]]
         steps = np.repeat(np.array(grids, np.int64).reshape(-1, 2), [high * wide * merge**2 for high, wide in grids], 0)
         coordinates = self.patch_coordinates().numpy()
         steps = np.pad(steps * merge, ((0, len(coordinates) - len(steps)), (0, 0))) - 1
@@ -143,7 +143,7 @@ class ImagePartition:
 
     def make_patch_mask(self, device: torch.device) -> PatchWindowMask:
         """Return the attention mask of this rank's patches; padding patches are in separate windows."""
-        part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
+        part, each = self.image_ranges_by_rank[self.rank], self.native_resolution.merge**2
         windows = [length * each for number in part for length in self.window_orders[number][1]]
         images = [high * wide * each for high, wide in self.feature_grids[part.start : part.stop]]
         padding = self.features_per_rank * each - sum(images)
@@ -151,7 +151,7 @@ class ImagePartition:
         largest = max(1, padding) if window is None else (window // self.vision.patch_size) ** 2
         filled = [largest] * (padding // largest) + ([padding % largest] if padding % largest else [])
         return PatchWindowMask(
-            *(PackedMask.from_lengths(lengths + filled, ALL, device) for lengths in (images, windows))
+            *(PackedDocumentMask.from_lengths(lengths + filled, ALL, device) for lengths in (images, windows))
         )
 
     def _cut_patches(self, image: Tensor) -> Tensor:
@@ -168,15 +168,15 @@ class PatchWindowMask:
     It is an `AttentionMask`: a patch attends within its window in layers with windows, else within its image.
     """
 
-    images: PackedMask
-    windows: PackedMask
+    images: PackedDocumentMask
+    windows: PackedDocumentMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
         """Return the attention mask of image patches by windows, or for `window` None by images."""
         return self.images if window is None else self.windows
 
 
-def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
+def order_features_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
     """Return the feature numbers of a grid ordered by windows of side x side, and each window's number of features.
     The feature numbers are int64 [h w].
     """

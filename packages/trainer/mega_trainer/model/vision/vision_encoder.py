@@ -176,7 +176,7 @@ class ImageEmbedder(nn.Module):
         rank, ranks = get_combined_rank_and_size((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, TransformersVisionModule):
             share = ModuleImagePartition(list(images.pixels), self.config, rank, ranks)
-            gathered = self._all_gather(self.tower(share.rank_inputs(), share.features_per_rank, device))
+            gathered = self._all_gather(self.tower(share.module_inputs_of_rank(), share.features_per_rank, device))
             return gathered[to_device(share.feature_rows, device)]
         if isinstance(self.tower, NativeVisionEncoder):
             assert isinstance(self.projector, MergerProjector)

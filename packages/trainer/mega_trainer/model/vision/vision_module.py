@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_ckpt.transformers_library import (
     build_vision_module,
-    compute_vision_buffers,
     convert_transformers_errors,
     list_module_tensors,
-    name_vision_tensor,
+    materialize_vision_module,
+    to_canonical_vision_tensor_name,
 )
 from mega_common.vision_config import TOWER
 from mega_trainer.distributed.device import to_device
@@ -45,9 +45,9 @@ class ModuleImagePartition(ImagePartition):
         sizes = [high * wide for high, wide in self.feature_grids]
         return [(np.arange(size), [size]) for size in sizes]
 
-    def rank_inputs(self) -> list[Mapping[str, Tensor]]:
+    def module_inputs_of_rank(self) -> list[Mapping[str, Tensor]]:
         """Return the module's inputs for each of this rank's images, in host memory."""
-        own = [self.images[number] for number in self.images_of_ranks[self.rank]]
+        own = [self.images[number] for number in self.image_ranges_by_rank[self.rank]]
         return [{name: torch.from_numpy(array) for name, array in image.arrays.items()} for image in own]
 
 
@@ -67,7 +67,7 @@ class TransformersVisionModule(nn.Module):
         assert vision.module is not None
         self.described, self.dtype = vision.module, build.dtype
         self.module = build_vision_module(vision.module.config)
-        compute_vision_buffers(self.module)
+        materialize_vision_module(self.module)
         self.accepted = inspect.signature(self.module.get_image_features).parameters
         own = VisionLayerBuilder.from_layer_builder(build, TOWER)
         for path, owner in self.module.named_modules():
@@ -87,7 +87,7 @@ class TransformersVisionModule(nn.Module):
         parameters = dict(self.module.named_parameters())
         for name, value in list_module_tensors(self.module).items():
             if name not in parameters:
-                yield value, (TensorPiece.whole_tensor(name_vision_tensor(name), value.shape),)
+                yield value, (TensorPiece.whole_tensor(to_canonical_vision_tensor_name(name), value.shape),)
 
     def _move_buffers(self, device: torch.device) -> None:
         for owner in self.module.modules():
@@ -106,7 +106,7 @@ class TransformersVisionModule(nn.Module):
 
     def _place(self, own: VisionLayerBuilder, name: str, old: Tensor) -> nn.Parameter:
         """Return an uninitialised parameter of the run's dtype on its device, described for the trainer."""
-        piece = TensorPiece.whole_tensor(name_vision_tensor(name), old.shape)
+        piece = TensorPiece.whole_tensor(to_canonical_vision_tensor_name(name), old.shape)
         scale = old.dim() == 1 and not name.endswith(("bias", "embedding", "newline"))
         start: dict[str, Any] = {} if name.endswith("bias") else {"fill": 1.0} if scale else {"std": STD}
         return make_parameter(
