@@ -109,7 +109,7 @@ class Sampling(StrictConfig):
     _bound_sampler: BoundSampler | None = PrivateAttr(None)
 
     def bind_sampler(self, samplers: Mapping[str, Sampler]) -> Sampling:
-        """Return the sampling settings with the function of their `sampler`, one of those that extensions have.
+        """Return the settings of token sampling with the function of an extension that their `sampler` names.
 
         Raises:
             ConfigError: when `sampler` is none of `samplers`, or does not accept the options.

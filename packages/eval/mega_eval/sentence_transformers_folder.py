@@ -71,7 +71,7 @@ class SentenceTransformersSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the text of a prompt of the folder by its name, or of the folder's default prompt.
+        """Return the prompt text that a sentence-transformers folder has under a name, or its default prompt.
         It is the default if `name` is None, and empty without a default.
 
         Raises:

@@ -44,7 +44,9 @@ BlockPosition = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StreamedFiles:
-    """Token files of one block: their prefix, and the start of the next block, or None after the last one."""
+    """Path prefix of the token files of one block of a raw data set, and the position where the next block starts.
+    `end` is None after the last block.
+    """
 
     prefix: Path
     end: BlockPosition | None

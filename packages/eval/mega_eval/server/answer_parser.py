@@ -51,7 +51,7 @@ class ModelOutputSyntax:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def list_special_marks(self, specials: Mapping[str, int]) -> frozenset[int]:
-        """Return the special tokens that the parser has to see, of those of a vocabulary."""
+        """Return the ids of special tokens that mark tool calls or reasoning in an answer, of a vocabulary `specials`."""
         reasoning = frozenset(specials[mark] for mark in self.reasoning or () if mark in specials)
         return self.format.list_special_marks(specials) | reasoning
 

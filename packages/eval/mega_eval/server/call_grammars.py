@@ -77,7 +77,7 @@ class LarkGrammarBuilder:
         return self.add_rule(f"%json {json.dumps(spaced)}")
 
     def add_tool_call_rule(self, form: ToolFormat, tool: CallableTool) -> str:
-        """Add a rule of one call of a tool, without the opening of the format, and return its name."""
+        """Add a grammar rule for one call of a tool, from the tool's name to the end of its arguments; return the rule's name."""
         before, after = (text.replace("NAME", tool.name) for text in form.call)
         if form.argument is None:
             arguments = self.add_json_schema_rule({"type": "object"} if tool.schema is None else tool.schema)

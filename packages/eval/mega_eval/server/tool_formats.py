@@ -287,7 +287,7 @@ class ToolFormat:
         return f"call_{uuid.uuid4().hex}"
 
     def list_special_marks(self, specials: Mapping[str, int]) -> frozenset[int]:
-        """Return the special tokens that the parser has to see, of those of a vocabulary."""
+        """Return the ids of special tokens that mark tool calls or reasoning in an answer, of a vocabulary `specials`."""
         text = "".join((*self.call, *self.others))
         return frozenset(token for name, token in specials.items() if name in text)
 

@@ -354,8 +354,8 @@ class MemoryCheckpoint:
 
 
 def encode_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return a description of all slices of sharded tensors, in the order in which a memory copy stores them.
-    It has the key, global shape, offset, shape and dtype of each slice of `tensors`, as JSON in a uint8 tensor.
+    """Return the metadata of all slices of sharded tensors as JSON in a uint8 tensor, in the order of an in-memory checkpoint.
+    It has the key, global shape, offset, shape and dtype of each slice of `tensors`.
     """
     boxes = [
         [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]

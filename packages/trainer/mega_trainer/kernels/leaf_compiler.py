@@ -1,4 +1,4 @@
-"""Compilation of leaf functions: elementwise or row-wise computations that torch.compile turns into one kernel each.
+"""Compilation of fusible functions: elementwise or row-wise computations that torch.compile turns into one kernel each.
 
 A leaf is a plain function of tensors, numbers and strings, without autograd: the `Function` that calls it has a leaf for its
 forward and one for its backward. So compiled code contains no collective, cache or device synchronisation, and leaves
@@ -23,7 +23,7 @@ MOST_SHAPES = 32  # compilations of one variant; sizes that change become dynami
 
 
 class FusibleFunctionCompiler:
-    """Caller of leaf functions, small elementwise functions that torch.compile fuses.
+    """Caller of fusible functions, small elementwise functions that torch.compile fuses.
     It calls them eagerly or, with `compiled`, by torch.compile.
 
     A leaf is compiled once for each variant of its arguments, and again for dynamic shapes at the second number of rows.
@@ -85,7 +85,7 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its leaf functions with torch.compile.
+    """Return whether a run on `device` compiles its fusible functions with torch.compile.
     The setting `auto` compiles on a GPU with a working compiler.
 
     Raises:

@@ -49,7 +49,7 @@ class TorchKernels:
     """`Kernels` back end that uses torch's own operations.
 
     Args:
-        leaves: calls the leaf functions: operations other than GEMMs and attention.
+        leaves: calls the fusible functions: operations other than GEMMs and attention.
         flash: attention kernel for blocks; default: torch's.
         whole: preferred attention kernel for whole sequences; default: torch's choice, or none if `flash` is given.
         recurrent: libraries for recurrent mixers.

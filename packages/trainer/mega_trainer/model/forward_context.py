@@ -199,10 +199,8 @@ class SequenceMask:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Starts of all documents, in the batch rows one after another, and the end of the last (cu_seqlens).
-        They are int64 [documents + 1], on device and host; None without documents.
-
-        None without document bounds.
+        """Starts of all documents and the end of the last (cu_seqlens), on device and on host, or None without documents.
+        They are int64 [documents + 1] and count the tokens of the batch rows one after another.
         """
         if self.document_starts is None:
             return None

@@ -41,7 +41,7 @@ class LayerBuilder(ParameterBuilder):
     """Factory of the modules of a model's layers, with the settings that all of them share.
 
     Attributes:
-        leaves: calls leaf functions outside the back end.
+        leaves: calls fusible functions outside the back end.
         by_layer: back end of the linear layers, for layers that have another one.
         products: back end of the linear layers of the current layer; None: `kernels`.
         overlapped: GEMMs of tensor-parallel layers that overlap with their collectives; None: collectives beside whole GEMMs.

@@ -172,7 +172,7 @@ def fused_linear_cross_entropy(
         group: the ranks that split the vocabulary.
         vocab_size: V, unpadded.
         softcap: logits become cap tanh(logits / cap) (arXiv:2408.00118).
-        leaves: calls the leaf functions.
+        leaves: calls the fusible functions.
         bias: this rank's part [R] of the bias of the logits.
         weigh: computes the weights from the log-probabilities [N] instead, which takes an extra pass over the logits.
         soft: targets to use instead of the labels.

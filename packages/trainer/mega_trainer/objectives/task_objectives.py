@@ -223,8 +223,8 @@ def compute_pooling_weights(batch: StepBatch, pooling: str) -> tuple[npt.NDArray
 
 
 def info_nce_losses(vectors: Tensor, temperature: float, dimensions: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Return the InfoNCE loss of each of G queries (arXiv:1807.03748) with in-batch negatives, [G].
-    The second result, bool [G], is true if the query's positive has the highest similarity.
+    """Return the InfoNCE loss of each of G queries (arXiv:1807.03748), [G], and whether its positive is the nearest, bool [G].
+    Negatives are those of the batch.
 
     The candidates of a query are the positives and the negatives of all groups; similarity is the cosine divided by
     `temperature`. With `dimensions`, the losses of the first d elements of the vectors are added for each d (Matryoshka,

@@ -34,7 +34,7 @@ def compute_grad_norm(
     Args:
         buffers: this rank's buffers, with their reduced gradients.
         model_groups: the groups whose ranks hold different parameters, in addition to the buffers' `parts`.
-        leaves: calls the leaf functions that sum.
+        leaves: calls the fusible functions that sum.
     """
     zero = buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)
     by_group: dict[CommGroup | None, dict[CommGroup | None, list[Tensor]]] = {}

@@ -35,7 +35,7 @@ class ShardedOptimizer:
         separate: makes the update rule of slots in `separate` buffers; None: all slots are ordinary.
         model_groups: the groups whose ranks hold different layers, for the norm.
         offload: keep main weights and the rules' state in host memory (arXiv:2101.06840).
-        leaves: calls the leaf functions of the norm.
+        leaves: calls the fusible functions of the norm.
         ema: decay of a moving average of the main weights; None: no average.
     """
 

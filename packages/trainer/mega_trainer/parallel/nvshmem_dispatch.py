@@ -54,7 +54,7 @@ class NvshmemDispatcher:
         group: the ep x expert_tp ranks that hold all experts.
         parts: expert_tp, the ranks that share an expert.
         bound: capacity for received tokens, and rows of this rank's experts, as a multiple of an even load.
-        leaves: calls the leaf functions that write rows and sums to symmetric memory.
+        leaves: calls the fusible functions that write rows and sums to symmetric memory.
     """
 
     num_experts: int
@@ -130,7 +130,7 @@ class SymmetricMemoryAllToAll:
     Attributes:
         group: the ranks of the exchange.
         length: rows of a table.
-        leaves: calls the leaf functions that write rows and sums.
+        leaves: calls the fusible functions that write rows and sums.
     """
 
     group: CommGroup

@@ -199,7 +199,7 @@ def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
 
 
 def expert_row_width(model: ModelConfig) -> int:
-    """Return the elements of a routed row, which enters and leaves an expert, or 0 without experts.
+    """Return the width of a token's vector that enters and leaves an expert, in elements, or 0 without experts.
     It is the latent width if there is one, else the model's.
     """
     return (model.moe.latent_size or model.hidden_size) if model.moe else 0

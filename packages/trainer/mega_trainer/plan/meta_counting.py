@@ -193,12 +193,12 @@ def _collect_storages(tree: object) -> dict[int, torch.UntypedStorage]:
 
 
 class FusedFunctionMemoryCounter(FusibleFunctionCompiler):
-    """Compiler of leaf functions, for memory prediction, that counts each leaf function as one fused kernel."""
+    """Stand-in for the compiler of elementwise functions that predicts memory: a function keeps only its inputs and outputs."""
 
     def __init__(self, live: LiveTensorCounter) -> None:
         super().__init__()
         self.live = live
 
     def __call__(self, leaf: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a leaf function as one kernel and return its result, as `FusibleFunctionCompiler` requires."""
+        """Run a fusible function as one kernel and return its result, as `FusibleFunctionCompiler` requires."""
         return self.live.run_as_one_kernel(leaf, *args, **kwargs)

@@ -116,7 +116,7 @@ def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequ
 
 @dataclass(frozen=True)
 class RankFindings:
-    """Findings of one rank about a case: errors of its part, the boxes that it holds, the shapes of all tensors."""
+    """Findings of one rank about a tested layout: errors of its part, the boxes that it holds, the shapes of all tensors."""
 
     errors: dict[str, float]
     boxes: BoxesByName
@@ -125,7 +125,7 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """Findings of all ranks about a case: the largest error of each kind, and tensors that no rank holds.
+    """Findings of all ranks about a tested layout: the largest error of each kind, and tensors that no rank holds.
 
     Attributes:
         failure: of ranks that raised an error or waited for each other; no errors are known then.
@@ -210,7 +210,7 @@ def compare_with_reference_outcome(mine: CaseOutcome, reference: CaseOutcome) ->
 
 
 def merge_rank_findings(case: LayoutCase, found: Iterable[RankFindings | None]) -> CaseVerdict:
-    """Return the verdict of a case from the findings of its ranks."""
+    """Return the verdict of a tested layout from the findings of its ranks."""
     parts = [one for one in found if one is not None]
     errors = {kind: max(nan_as_infinity(one.errors[kind]) for one in parts) for kind in parts[0].errors}
     return CaseVerdict(case, errors, find_missing_tensors((one.boxes for one in parts), parts[0].shapes))

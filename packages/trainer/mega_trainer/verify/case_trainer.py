@@ -88,7 +88,7 @@ class CaseTrainer:
         batches: BatchFunction | None = None,
         device: torch.device = CPU,
     ) -> CaseTrainer:
-        """Return this rank's trainer of a case. A collective call of the ranks of the case."""
+        """Return this rank's trainer of a tested layout. A collective call of its ranks."""
         config = case.config
         groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.get_compute_dtype(config)

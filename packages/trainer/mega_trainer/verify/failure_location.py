@@ -44,7 +44,7 @@ class ActivationSlice:
 
 @dataclass
 class StepRecord:
-    """Results of the first step of a case on one rank, in the order of the forward pass.
+    """Results of the first step of a tested layout on one rank, in the order of the forward pass.
 
     Attributes:
         activations: outputs of embeddings, mixers, feed-forward blocks and layers by name.
@@ -61,7 +61,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """First tensor of a case that differs from one process, at the element with the largest error.
+    """First tensor of a tested layout that differs from one process, at the element with the largest error.
 
     Attributes:
         kind: "activation", "loss", "gradient", "gradient norm", or "update" for weights and optimizer state.
@@ -111,7 +111,7 @@ def _case_size(case: LayoutCase) -> tuple[int, int, int]:
 
 
 def _list_single_settings(case: LayoutCase) -> list[LayoutCase]:
-    """Return the legal cases with one of the settings of a case each."""
+    """Return the legal layouts with one of the settings of a tested layout each."""
     layout, parallel = case.layout, case.parallel
     plain = replace(
         case, ranks=1, parallel={"zero": 0}, recompute={}, offload={}, bucket=LARGE_BUCKET, micro=case.batch
@@ -152,7 +152,7 @@ def _list_single_settings(case: LayoutCase) -> list[LayoutCase]:
 
 
 def _list_simpler(case: LayoutCase) -> Iterator[LayoutCase]:
-    """Yield the legal cases with one setting less than a case."""
+    """Yield the legal layouts with one setting less than a tested layout."""
     parallel = dict(case.parallel)
     without: list[Mapping[str, Any]] = [
         {"sp": False}, {"tp_comm_overlap": False}, dict.fromkeys(ZERO_KEYS) | {"zero": 0}, {"pipeline_layout": None}, {"cp_kind": "ring"},
@@ -182,7 +182,7 @@ def _if_legal(case: LayoutCase) -> Iterator[LayoutCase]:
 
 
 def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = nullcontext) -> TensorDifference | None:
-    """Return the first tensor of the first step of a case that differs from one process; None if none does.
+    """Return the first tensor of the first step of a tested layout that differs from one process; None if none does.
 
     Activations come first, in the order of the forward pass; then the loss, gradients in the order of the backward pass,
     the gradient norm, and the update.
@@ -201,7 +201,7 @@ def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = null
 
 
 def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
-    """Train one step of a case on this rank, and return what it computed. A collective call."""
+    """Train one step in a layout under test, and return this rank's activations and gradients. A collective call."""
     rank, record = dist.get_rank(), StepRecord()
     maker: ProcessGroupCache = make_case_groups([case])
     with context():

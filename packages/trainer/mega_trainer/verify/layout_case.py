@@ -179,7 +179,7 @@ class LayoutCase:
 
 @dataclass(frozen=True, eq=False)
 class ConfigCase(LayoutCase):
-    """Case with a given run.yaml."""
+    """Model and parallel layout under test that are given by a run.yaml."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
 

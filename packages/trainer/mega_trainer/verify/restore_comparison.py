@@ -135,5 +135,5 @@ def add_rank_zero_group(maker: ProcessGroupCache) -> ProcessGroupCache:
 
 
 def find_case_group(maker: ProcessGroupCache, case: LayoutCase) -> dist.ProcessGroup:
-    """Return the process group of the ranks of a case."""
+    """Return the process group of the ranks of a tested layout."""
     return maker.groups_by_ranks[tuple(range(case.ranks))]

@@ -346,7 +346,7 @@ def compare_case_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterat
 
 
 def make_tiny_layout_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
-    """Return a case of the tiny model."""
+    """Return a layout to test with the tiny model."""
     model = tiny.model_fields(layers)
     own = tiny.case_fields()
     if "attention_dropout" in model and fields.get("parallel", {}).get("cp", 1) > 1 and model.get("encoder"):

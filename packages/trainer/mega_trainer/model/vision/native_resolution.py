@@ -66,7 +66,7 @@ class ImagePartition:
 
     @cached_property
     def image_ranges_by_rank(self) -> list[range]:
-        """Range of the numbers of the images that each rank encodes."""
+        """Range of image indices that each rank encodes."""
         sizes = np.array([high * wide for high, wide in self.feature_grids], np.int64)
         middles = sizes.cumsum() - sizes / 2
         owners = np.minimum(middles * self.ranks // max(1, sizes.sum()), self.ranks - 1)
