@@ -24,11 +24,15 @@ from torch.autograd import Function
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.pipeline.schedules import bubble_formula, make_pipeline_schedule, simulate_pipeline_schedule
+from mega_trainer.pipeline.schedules import (
+    compute_closed_form_bubble,
+    make_pipeline_schedule,
+    simulate_pipeline_schedule,
+)
 
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]  # with stages per rank
 MICROBATCHES = [4, 8, 16, 32]
@@ -44,7 +48,7 @@ class Sleeper(Decoder):
     def __init__(self, seconds: float, *, splits_backward: bool) -> None:
         super().__init__(
             LayerBuilder(CONFIG, deferred=DeferredWgradQueue() if splits_backward else None),
-            StageLayers(0, 0, heads=False),
+            PipelineStageLayers(0, 0, heads=False),
         )
         self.weight, self.seconds, self.slept = nn.Parameter(torch.ones(1)), seconds, 0.0
 
@@ -128,7 +132,7 @@ def row(case: Case, shares: list[float], pp: int) -> dict[str, Any]:
     """What was measured, beside theory. The least of the rounds: whatever else the machine does only adds."""
     name, stages, count = case
     schedule = make_pipeline_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
-    formula = bubble_formula(schedule)
+    formula = compute_closed_form_bubble(schedule)
     return {
         "schedule": name, "stages_per_rank": stages, "microbatches": count, "measured": round(min(shares), 4),
         "simulated": round(simulate_pipeline_schedule(schedule).mean_bubble_share, 4), "formula": formula and round(formula, 4),

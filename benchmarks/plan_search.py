@@ -38,8 +38,8 @@ from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
-from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout, plan_layout
-from mega_trainer.plan.machine import load_efficiency, load_machine
+from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout_settings, plan_layout
+from mega_trainer.plan.machine import load_default_efficiencies, load_machine
 from mega_trainer.plan.other_trainer_memory import TrainerName
 from mega_trainer.plan.other_trainers import OTHER_TRAINERS, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun
@@ -95,14 +95,14 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
     start = time.process_time()
     found = find_best_layouts(config, run.gpus, run.machine, like=like)
     told |= {"like": like.name, "measured_seconds": run.seconds, "took": time.process_time() - start}
-    told |= {"search": format_layout(found[0].settings), "search_seconds": found[0].time.seconds}
+    told |= {"search": format_layout_settings(found[0].settings), "search_seconds": found[0].time.seconds}
     theirs = plan_layout(config, list_layout_settings(run.run), run.gpus, run.machine, like=like)
     if theirs is None:
         return told | {"published": "not legal here"}
     faster = [layout for layout in found if layout.time.seconds < (1 - SAME) * theirs.time.seconds]
     ratio = found[0].time.seconds / theirs.time.seconds
     return told | {
-        "published": format_layout(theirs.settings), "published_seconds": theirs.time.seconds, "ratio": ratio,
+        "published": format_layout_settings(theirs.settings), "published_seconds": theirs.time.seconds, "ratio": ratio,
         "published_fits": theirs.memory <= run.machine.usable_memory_bytes, "faster_layouts": len(faster),
         "near": len(faster) < 3 or ratio >= 1 / NEAR, "difference": explain_layout_time(theirs, found[0]),
     }  # fmt: skip
@@ -196,7 +196,7 @@ def timed(recipe: str, gpus: int) -> dict[str, Any]:
     start = time.process_time()
     best = find_best_layouts(config, gpus, load_machine("h100"))[0]
     took = time.process_time() - start
-    return {"recipe": recipe, "gpus": gpus, "took": took, "search": format_layout(best.settings)}
+    return {"recipe": recipe, "gpus": gpus, "took": took, "search": format_layout_settings(best.settings)}
 
 
 def main() -> None:
@@ -211,7 +211,7 @@ def main() -> None:
         print(record.write("plan_search_times", [timed(*large) for large in LARGE]))
         return
     runs = [run for run in published(options.runs) if run.machine.generation in ("hopper", "ampere", "blackwell")]
-    predictor = Predictor(runs, load_efficiency())
+    predictor = Predictor(runs, load_default_efficiencies())
     rows = []
     for run in swept(options.runs):
         rows.append(compared(run, trainer_of(run, predictor)))

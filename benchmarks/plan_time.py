@@ -31,7 +31,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
-from mega_trainer.plan.machine import load_efficiency
+from mega_trainer.plan.machine import load_default_efficiencies
 from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
 from mega_trainer.plan.step_time import PlannedRun
 
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=0, metavar="COUNT")
     options = parser.parse_args()
     runs = [run for path in options.runs for run in published(path)]
-    predictor = Predictor(runs, load_efficiency())
+    predictor = Predictor(runs, load_default_efficiencies())
     constants, slopes = fit_constants(predictor)
     fitted = predictor.errors(constants)
     held_out = {name: held_out_errors(predictor, slopes, key) for name, key in HELD_OUT.items()}
@@ -190,7 +190,7 @@ def main() -> None:
     results["fine-tuning, of which nothing is fitted"] = by(
         lambda run: "adapters" if run.run.lora else "all weights",
         tuned,
-        Predictor(tuned, load_efficiency()).errors(constants),
+        Predictor(tuned, load_default_efficiencies()).errors(constants),
     )
     if options.fit:
         write_efficiency(constants)

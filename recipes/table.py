@@ -17,7 +17,7 @@ from mega_trainer.config.run_config import RunConfig, load_run_config
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.flops import compute_flops_by_convention
 from mega_trainer.plan.layout_candidates import list_layout_settings
-from mega_trainer.plan.layout_search import format_layout, make_planned_run
+from mega_trainer.plan.layout_search import format_layout_settings, make_planned_run
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
@@ -64,7 +64,7 @@ def most_memory(config: RunConfig, ranks: int) -> int:
 def begun(name: str, config: RunConfig, ranks: int) -> str:
     """A recipe's line, up to its memory."""
     told = predicted(config, ranks)
-    layout = format_layout(list_layout_settings(make_training_layout(config, ranks)))
+    layout = format_layout_settings(list_layout_settings(make_training_layout(config, ranks)))
     figures = f"{told['seconds']:.2f} s | {told['rate']:,.0f} | {told['tflops']:.0f}"
     return f"| [{name}]({name}.yaml) | {layout} | {config.precision} | {figures} |"
 

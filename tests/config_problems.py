@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mega_common.strict_config import ConfigProblem, apply_overrides, find_config_problems
+from mega_common.strict_config import ConfigProblem, apply_config_overrides, find_config_problems
 from mega_trainer.config.run_config import RunConfig
 
 RULE = re.compile(
@@ -27,7 +27,7 @@ def follow_hint(raw: dict[str, Any], hint: str) -> Iterator[dict[str, Any]]:
         changes = [f"{key}={value}" for key, value in ASSIGNMENT.findall(part)]
         removed = REMOVAL.findall(part)
         if changes or removed:
-            changed = apply_overrides(raw, changes)
+            changed = apply_config_overrides(raw, changes)
             for path in removed:
                 remove(changed, path.split("."))
             yield changed

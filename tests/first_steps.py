@@ -20,8 +20,8 @@ from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
 from mega_trainer.run.training_run import build_training_state_and_executor, initialize_training_state
 from mega_trainer.verify.case_comparison import largest_error
-from mega_trainer.verify.case_trainer import make_case_groups
-from mega_trainer.verify.layout_case import ConfigCase
+from mega_trainer.verify.case_trainer import make_case_process_groups
+from mega_trainer.verify.layout_case import RunYamlLayoutCase
 
 ALONE = RankInfo()
 
@@ -77,7 +77,7 @@ def in_layouts(raws: list[dict[str, Any]]) -> list[str]:
     """What differs from one process, which each of the ranks is for one of the runs."""
     rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     alone: list[Any] = [None] * ranks
-    maker = make_case_groups([ConfigCase.from_settings(raw, ranks) for raw in raws])
+    maker = make_case_process_groups([RunYamlLayoutCase.from_settings(raw, ranks) for raw in raws])
     single = {**raws[rank], "parallel": {}, "output": f"{raws[rank]['output']}-alone"}
     dist.all_gather_object(alone, step(single)[:3])
     for raw, (result, figures, gradients) in zip(raws, alone, strict=True):

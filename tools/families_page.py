@@ -162,7 +162,7 @@ def missing_parts(model_type: str) -> str:
     found = [text for pattern, text in REASONS if any(re.match(pattern, feature) for feature in features)]
     if found:
         return "; ".join(found[:3])
-    known = frozenset().union(*(family.known_keys for family in FAMILIES))
+    known = frozenset().union(*(family.known_config_keys for family in FAMILIES))
     keys = {feature.split(":")[1].split("=")[0] for feature in features if feature.startswith("key:")}
     unknown = sorted(key for key in keys - known if not key.startswith("_"))
     if not unknown:

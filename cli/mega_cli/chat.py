@@ -89,7 +89,7 @@ def chat_command(
     found = load_served_model(
         model, precision, device, tokenizer, max_length, None, 1, draft=draft, extensions=extension or []
     )
-    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)}).bind_sampler(found.samplers)
+    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)}).bind_token_sampler(found.samplers)
     chat = ChatSession(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )

@@ -99,7 +99,7 @@ def _names_runs(pattern: str) -> bool:
 def _compare_runs(first: str, second: str, metric: str | None) -> SeedComparison:
     from mega_trainer.experiments.seed_comparison import VariantRuns, compare_variants_over_seeds
 
-    metric = metric or ("valid_loss" if VariantRuns.read_logs(first)[0].metric_points("valid_loss") else "loss")
+    metric = metric or ("valid_loss" if VariantRuns.read_run_logs(first)[0].metric_points("valid_loss") else "loss")
     variants = [VariantRuns.read_runs(pattern, metric) for pattern in (first, second)]
     return compare_variants_over_seeds(variants[0], variants[1], metric)
 

@@ -141,13 +141,13 @@ def clean_command(
 
     After an interruption, the same command resumes.
     """
-    from mega_common.strict_config import apply_overrides, load_yaml_mapping
+    from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
     from mega_data.cleaning.clean_config import CleanConfig
     from mega_data.cleaning.clean_run import clean_corpus as run
 
     if config is None and not changes:
         raise ConfigError("mega data clean requires rules", hint="--config clean.yaml, or --set length.min_words=50")
-    raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
+    raw = apply_config_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],
         CleanConfig.parse(raw, source=f"the rules in {config}" if config else "the rules of --set"),

@@ -26,7 +26,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     """
     from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
     from mega_trainer.pipeline.schedules import (
-        bubble_formula,
+        compute_closed_form_bubble,
         make_pipeline_schedule,
         peak_in_flight_microbatches,
         simulate_pipeline_schedule,
@@ -36,7 +36,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     from mega_trainer.plan.layer_flops import image_flops
     from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_memory
-    from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_bubble, make_planning_schedule
+    from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_pipeline_bubble, make_planning_schedule
 
     parallel, dp, run = config.parallel, config.data_parallel_size(ranks), make_training_layout(config, ranks)
     micro = config.micro_batches_per_step(dp)
@@ -45,7 +45,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
         "pairs_passes": parallel.overlap_expert_exchange,
     }  # fmt: skip
     filled = make_planning_schedule(parallel.schedule, **shape)
-    bubble = estimate_bubble(parallel.schedule, **shape)
+    bubble = estimate_pipeline_bubble(parallel.schedule, **shape)
     if draw is not None:
         check_operation_count(micro, parallel.pp * parallel.virtual_stages, "--draw")
         schedule = make_pipeline_schedule(parallel.schedule, **shape)
@@ -79,7 +79,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
         "memory_bytes": [add_non_tensor_memory(run, kinds) for kinds in predict_memory(config.model, run)],
         "microbatches_in_flight": peak_in_flight_microbatches(filled),
         "bubble": bubble,
-        "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
+        "bubble_by_formula": compute_closed_form_bubble(replace(filled, microbatches=micro)),
         "drawing": None if draw is None else str(draw),
     }
 
@@ -95,7 +95,7 @@ def predict_run_speed_and_cost(
     from mega_trainer.plan.flops import compute_model_flops_per_token, compute_palm_flops_per_token
     from mega_trainer.plan.layout_changes import find_faster_layout_changes, find_fitting_layout_changes
     from mega_trainer.plan.layout_search import make_planned_run
-    from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
+    from mega_trainer.plan.run_budget import estimate_training_budget, find_exceeded_limits
 
     planned = make_planned_run(config, ranks, machine, like=like)
     step, other = planned.predict_step_time(), planned.trained.extra_flops(config.model, planned.count)
@@ -116,7 +116,7 @@ def predict_run_speed_and_cost(
         "fits": max(sum(kinds.values()) for kinds in memory) <= machine.usable_memory_bytes,
     }
     if limits is not None:
-        prediction |= estimate_budget(limits.tokens, rate, ranks, machine)
+        prediction |= estimate_training_budget(limits.tokens, rate, ranks, machine)
         prediction["exceeds"] = find_exceeded_limits(prediction, limits)
     if like is not None:
         return {**prediction, "like": like.name, "faster": []}
@@ -163,7 +163,9 @@ def format_speed_prediction(prediction: Mapping[str, Any]) -> list[str]:
         *_format_fitting(prediction),
     ]
     if "hours" in prediction:
-        lines.append(f"  {format_with_decimal_unit(prediction['tokens'])} tokens   {format_budget(prediction)}")
+        lines.append(
+            f"  {format_with_decimal_unit(prediction['tokens'])} tokens   {format_training_budget(prediction)}"
+        )
         lines += [f"  over budget    {text}" for text in prediction["exceeds"]]
     for change in prediction["faster"]:
         settings = " ".join(f"--set {setting}" for setting in change["settings"])
@@ -184,8 +186,8 @@ def _format_fitting(prediction: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def format_budget(budget: Mapping[str, Any]) -> str:
-    """Return the hours, days, cost and energy of a training run from `estimate_budget` as text."""
+def format_training_budget(budget: Mapping[str, Any]) -> str:
+    """Return the hours, days, cost and energy of a training run from `estimate_training_budget` as text."""
     cost = f", costs {budget['cost']:,.0f}" if "cost" in budget else ""
     energy = f", {budget['energy_mwh']:,.1f} MWh at the GPUs' power limit" if "energy_mwh" in budget else ""
     return f"{budget['hours']:,.1f} hours, {budget['hours'] / 24:,.1f} days{cost}{energy}"

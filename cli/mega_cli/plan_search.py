@@ -43,7 +43,7 @@ def report_layouts(
     if write is not None:
         write_layout_yaml(config, layouts[0], write)
     rows = describe_layouts(config, ranks, machine, name, layouts[:SHOWN], limits, why, like)
-    return json.dumps(rows, indent=1) if as_json else format_layouts(rows, ranks, layouts[0])
+    return json.dumps(rows, indent=1) if as_json else format_parallel_layouts(rows, ranks, layouts[0])
 
 
 def search_parallel_layouts(
@@ -87,13 +87,13 @@ def describe_layouts(
     """
     from mega_trainer.plan.held_out_error import describe_prediction_error
     from mega_trainer.plan.layout_search import explain_layout_time
-    from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
+    from mega_trainer.plan.run_budget import estimate_training_budget, find_exceeded_limits
 
     best, tokens = layouts[0], config.batch.global_ * config.tokens_per_sample
 
     def describe(layout: PlannedLayout) -> dict[str, Any]:
         rate = tokens / layout.time.seconds
-        budget = {} if limits is None else estimate_budget(limits.tokens, rate, ranks, machine)
+        budget = {} if limits is None else estimate_training_budget(limits.tokens, rate, ranks, machine)
         exceeds = {} if limits is None else {"exceeds": find_exceeded_limits(budget, limits)}
         precision = layout.settings.get("precision", config.precision)
         return {
@@ -157,11 +157,11 @@ def parse_layout(text: str) -> dict[str, Any]:
     return settings
 
 
-def format_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedLayout) -> str:
+def format_parallel_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedLayout) -> str:
     """Return the rows of `describe_layouts` as text: YAML of the fastest layout, with all of them as comments."""
-    from mega_cli.plan_prediction import format_budget
+    from mega_cli.plan_prediction import format_training_budget
     from mega_trainer.plan.held_out_error import format_prediction_error
-    from mega_trainer.plan.layout_search import format_layout, layout_to_yaml
+    from mega_trainer.plan.layout_search import format_layout_settings, layout_to_yaml
 
     trainer = f", in {rows[0]['like']}" if "like" in rows[0] else ""
     lines = [
@@ -175,10 +175,10 @@ def format_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedL
             )
             lines.append(f"# --why {row['why']}: {time}{row['reason']}")
             continue
-        budget = f"  {format_budget(row)}" if "hours" in row else ""
+        budget = f"  {format_training_budget(row)}" if "hours" in row else ""
         lines.append(
             f"# {row['seconds_per_step']:.3f} s  {row['tokens_per_second_per_gpu']:,.0f}  {row['memory_bytes'] / 2**30:.1f} GiB  "
-            f"+{100 * row['slower']:.1f} %{budget}  {format_layout(row['settings'])}: {row['reason']}"
+            f"+{100 * row['slower']:.1f} %{budget}  {format_layout_settings(row['settings'])}: {row['reason']}"
         )
         lines += [f"#   over budget: {text}" for text in row.get("exceeds", ())]
     return "\n".join([*lines, layout_to_yaml(best).rstrip()])
@@ -195,7 +195,7 @@ def find_ranks_for_budget(
     """
     from mega_trainer.plan.flops import compute_model_flops_per_token
     from mega_trainer.plan.layout_search import NoLayoutFitsError
-    from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
+    from mega_trainer.plan.run_budget import estimate_training_budget, find_exceeded_limits
 
     tokens, nearest = config.batch.global_ * config.tokens_per_sample, "no layout fits"
     hours = limits.hours or float("inf")
@@ -210,7 +210,7 @@ def find_ranks_for_budget(
             layouts = search_parallel_layouts(config, ranks, machine, precisions=precisions, like=like)
         except NoLayoutFitsError:
             continue
-        budget = estimate_budget(limits.tokens, tokens / layouts[0].time.seconds, ranks, machine)
+        budget = estimate_training_budget(limits.tokens, tokens / layouts[0].time.seconds, ranks, machine)
         exceeded = find_exceeded_limits(budget, limits)
         if not exceeded:
             return ranks, layouts
@@ -246,7 +246,7 @@ def write_search_html(
     """
     from mega_cli.plan_prediction import describe_plan, predict_run_speed_and_cost, write_plan_html
     from mega_trainer.pages.plan_page import LayoutCandidate
-    from mega_trainer.plan.layout_search import explain_layout_time, format_layout
+    from mega_trainer.plan.layout_search import explain_layout_time, format_layout_settings
     from mega_trainer.plan.memory_advice import apply_settings
 
     best = layouts[0]
@@ -256,7 +256,7 @@ def write_search_html(
             layout.time.seconds,
             each / layout.time.seconds,
             layout.memory,
-            format_layout(layout.settings),
+            format_layout_settings(layout.settings),
             explain_layout_time(layout, best),
         )
         for layout in layouts

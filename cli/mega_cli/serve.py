@@ -227,7 +227,12 @@ def _serve_replicas(
 ) -> int:  # fmt: skip
     """Run this command as several replicas; return the exit status."""
     _check_server_packages()
-    from mega_cli.serve_replicas import assign_devices_to_replicas, find_haproxy, list_visible_devices, run_replicas
+    from mega_cli.serve_replicas import (
+        assign_devices_to_replicas,
+        find_haproxy,
+        list_visible_devices,
+        run_server_replicas,
+    )
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.inference_server import bind_server_socket
 
@@ -241,7 +246,7 @@ def _serve_replicas(
         count, ReplicaLayout(tp, ep, pp).ranks_per_copy, list_visible_devices(device)
     )
     with bind_server_socket(host, port, key) as listener:
-        return run_replicas(listener, environments, timeout, drain)
+        return run_server_replicas(listener, environments, timeout, drain)
 
 
 def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) -> NoReturn:

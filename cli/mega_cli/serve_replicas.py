@@ -250,7 +250,7 @@ def _count_stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run_replicas(
+def run_server_replicas(
     listener: socket.socket, environments: Sequence[Mapping[str, str]], seconds: float, drain: float
 ) -> int:
     """Run this command as several replicas behind HAProxy until SIGTERM or SIGINT.

@@ -19,7 +19,7 @@ from mega_common.atomic_files import lock_folder
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError
 from mega_common.parent_death import terminate_with_parent
 from mega_common.progress_logging import format_columns, logger
-from mega_common.strict_config import apply_overrides, load_yaml_mapping
+from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
 
 if TYPE_CHECKING:
     from mega_trainer.experiments.sweep_config import SweepConfig
@@ -94,7 +94,7 @@ def sweep_command(
     adds trials. Exit status: 0 all trials done, 1 some failed, 2 user error, 75 interrupted and resumable.
     """
     base_config = load_run_file(run, set_ or [])
-    base = apply_overrides(load_yaml_mapping(run), set_ or [])
+    base = apply_config_overrides(load_yaml_mapping(run), set_ or [])
     config = _read_request(
         from_, words or [], grid=grid, trials=random, given={"sampler": sampler, "metric": metric, "goal": goal, "seeds": seeds},
         validates=base_config.train.eval_every > 0,
@@ -245,7 +245,7 @@ def _slot_environment(slot: int, jobs: int) -> dict[str, str]:
 
 def _end_run(sweep: Sweep, run: SweptRun, status: int, ended: dict[int, list[int]]) -> None:
     """Log the end of a run, and record its trial when all of its runs have ended."""
-    from mega_trainer.experiments.sweep_page import format_metric
+    from mega_trainer.experiments.sweep_page import format_metric_with_stderr
     from mega_trainer.experiments.sweep_study import read_last_nonempty_line
 
     if status:
@@ -254,7 +254,7 @@ def _end_run(sweep: Sweep, run: SweptRun, status: int, ended: dict[int, list[int
     if len(ended[run.trial]) == sweep.config.seeds:
         sweep.finish_trial(run.trial, failed=any(ended[run.trial]))
         result = sweep.read_result(run.trial)
-        logger.info("trial %d: %s %s", run.trial, sweep.config.metric, format_metric(result) or "failed")
+        logger.info("trial %d: %s %s", run.trial, sweep.config.metric, format_metric_with_stderr(result) or "failed")
         _write_page(sweep)
 
 
@@ -263,7 +263,7 @@ def _write_page(sweep: Sweep) -> None:
     from mega_trainer.experiments.sweep_study import PAGE
     from mega_trainer.pages.page_elements import write_html_page
 
-    page = render_sweep_page(f"Sweep {sweep.folder.name}", sweep.config, sweep.read_results())
+    page = render_sweep_page(f"Sweep {sweep.folder.name}", sweep.config, sweep.read_trial_results())
     write_html_page(sweep.folder / PAGE, page, "--output")
 
 
@@ -272,7 +272,7 @@ def _format_ranking(sweep: Sweep) -> str:
     from mega_trainer.experiments.sweep_page import format_trial_ranking_rows
     from mega_trainer.experiments.sweep_study import PAGE
 
-    results = sweep.read_results()
+    results = sweep.read_trial_results()
     rows = format_trial_ranking_rows(sweep.config, results)[: SHOWN_TRIALS + 1]
     lines = [format_columns(rows)]
     lines += [f"... {len(results) - SHOWN_TRIALS} more"] if len(results) > SHOWN_TRIALS else []

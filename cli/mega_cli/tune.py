@@ -14,7 +14,7 @@ from mega_cli.tune_recipe import (
     TuningRequest,
     choose_precision,
     draft_tuning_run_yaml,
-    iterate_memory_settings,
+    iterate_memory_saving_settings,
     measure_usable_memory,
     predict_peak_memory_bytes,
 )
@@ -99,7 +99,7 @@ def tune_command(
     run = output / "run.yaml"
     resumes = _has_equal_request(output, request)
     if not resumes or check:
-        text = write_tuning_run(request, output)
+        text = write_tuning_run_yaml(request, output)
         print(text, end="", flush=True)
         if check:
             return
@@ -151,7 +151,7 @@ def _keep_request(output: Path, run: Path, text: str, request: dict[str, Any]) -
     write_json_atomically(output / "tune.json", request)
 
 
-def write_tuning_run(request: dict[str, Any], output: Path) -> str:
+def write_tuning_run_yaml(request: dict[str, Any], output: Path) -> str:
     """Return the run.yaml of a tuning; the base model is converted and the data tokenized for it, if needed.
 
     Raises:
@@ -232,10 +232,10 @@ def _choose_kind(request: dict[str, Any], first: RawRecord) -> str:
 
 def _parse_data(raw: dict[str, Any], overrides: list[str]) -> DataConfig:
     """Return the data section with the overrides of `data.`."""
-    from mega_common.strict_config import apply_overrides
+    from mega_common.strict_config import apply_config_overrides
     from mega_data.data_config import DataConfig
 
-    whole = apply_overrides({"data": raw}, [each for each in overrides if each.startswith("data.")])
+    whole = apply_config_overrides({"data": raw}, [each for each in overrides if each.startswith("data.")])
     return DataConfig.parse(whole["data"], source="data")
 
 
@@ -246,7 +246,7 @@ def _fit_memory(
     does, the smallest.
     """
     from mega_common.progress_logging import logger
-    from mega_common.strict_config import apply_overrides
+    from mega_common.strict_config import apply_config_overrides
     from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
     limit = measure_usable_memory("auto")
@@ -254,8 +254,8 @@ def _fit_memory(
     found = None
     for method in methods:
         draft = draft_tuning_run_yaml(request, data, method, model, choose_precision())
-        for settings in iterate_memory_settings(draft["batch"]["global"]):
-            run = apply_overrides(draft | settings, overrides)
+        for settings in iterate_memory_saving_settings(draft["batch"]["global"]):
+            run = apply_config_overrides(draft | settings, overrides)
             config = RunConfig.parse(resolve_run_config(run), source="mega tune")
             found = run, config, predict_peak_memory_bytes(config), method
             if limit is None or found[2] <= limit:

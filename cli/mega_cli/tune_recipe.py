@@ -149,7 +149,7 @@ def draft_tuning_run_yaml(
     return run
 
 
-def iterate_memory_settings(batch: int) -> Iterator[dict[str, Any]]:
+def iterate_memory_saving_settings(batch: int) -> Iterator[dict[str, Any]]:
     """Yield settings of micro-batch size and activation checkpointing, from the fastest to the smallest in memory."""
     sizes = [size for size in (16, 8, 4, 2, 1) if size <= batch]
     for kind in ("none", "selective", "full"):

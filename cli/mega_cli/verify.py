@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.verify.verification import CheckRow, FailureReport
+    from mega_trainer.verify.verification import LayoutFailureReport, VerifyCheckRow
 
 EXAMPLES = """Examples:
 
@@ -82,10 +82,10 @@ def verify_command(
 
     from mega_common.progress_logging import logger
     from mega_eval.generation_check import compare_generation_with_training
-    from mega_trainer.verify.tiny_model import TinyRun
+    from mega_trainer.verify.tiny_model import TinyModelRun
     from mega_trainer.verify.verification import Verification
 
-    tiny = TinyRun.from_run(_load_model(run, set_ or []))
+    tiny = TinyModelRun.from_run(_load_model(run, set_ or []))
     report = Console(stderr=json_file == Path("-"))
     report = report if report.is_terminal else Console(stderr=json_file == Path("-"), width=PLAIN_WIDTH)
     report.print(
@@ -102,7 +102,7 @@ def verify_command(
         report.print(
             f"not verified: no layout of up to {ranks} processes has {names}; try --ranks 8 or more --layouts."
         )
-    rows: list[CheckRow] = []
+    rows: list[VerifyCheckRow] = []
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("verifying", total=verification.num_checks)
@@ -174,7 +174,7 @@ def _load_model(run: Path, overrides: Sequence[str]) -> RunConfig:
     return load_plan_config(run, overrides) if is_model else load_run_file(run, overrides)
 
 
-def build_verify_table(rows: Sequence[CheckRow]) -> Table:
+def build_verify_table(rows: Sequence[VerifyCheckRow]) -> Table:
     """Return the table of all checks."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -191,7 +191,7 @@ def build_verify_table(rows: Sequence[CheckRow]) -> Table:
     return table
 
 
-def format_verify_summary(rows: Sequence[CheckRow], failure: FailureReport | None, run: Path) -> list[str]:
+def format_verify_summary(rows: Sequence[VerifyCheckRow], failure: LayoutFailureReport | None, run: Path) -> list[str]:
     """Return the lines below the table: how many checks passed, and what is known about a failure of `run`."""
     problems, layouts = [row for row in rows if row.problem], [row for row in rows if row.check == "layout"]
     if not problems:
@@ -215,8 +215,8 @@ def _write_json(
     model: str,
     changes: Sequence[str],
     unverified: Sequence[str],
-    rows: Sequence[CheckRow],
-    failure: FailureReport | None,
+    rows: Sequence[VerifyCheckRow],
+    failure: LayoutFailureReport | None,
 ) -> None:
     from mega_common.atomic_files import write_json_atomically
 

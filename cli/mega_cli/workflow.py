@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import (
     ConfigProblem,
-    apply_overrides,
+    apply_config_overrides,
     build_json_schema,
     load_yaml_mapping,
     raise_config_error,
@@ -103,7 +103,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
     Raises:
         ConfigError: with all problems.
     """
-    raw = apply_overrides(load_yaml_mapping(file), overrides)
+    raw = apply_config_overrides(load_yaml_mapping(file), overrides)
     reject_run_yaml_as_workflow(file, raw)
     workflow = WorkflowConfig.parse(raw, source=str(file))
     found = [problem for name, stage in workflow.stages.items() for problem in find_command_problems(name, stage, root)]

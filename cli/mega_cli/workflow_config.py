@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from mega_cli.file_digests import iterate_files_matching_patterns
 from mega_common.errors import ConfigError
-from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, load_yaml_mapping
+from mega_common.strict_config import ConfigProblem, StrictConfig, apply_config_overrides, load_yaml_mapping
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
@@ -56,7 +56,7 @@ class WorkflowStage(StrictConfig):
         return self._words(self.options, self.args)
 
     @property
-    def resume_identity_words(self) -> list[str]:
+    def words_required_unchanged_to_resume(self) -> list[str]:
         """Words of the command of a workflow stage that must be unchanged for the stage to resume.
         If one of them changes, the stage starts over instead of resuming. Settings of a run.yaml are not included: they
         are compared by value.
@@ -265,7 +265,7 @@ class StageRerunReason:
     start_over: bool
 
 
-def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
+def load_stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
     """Return all settings of a workflow stage's run.yaml with its `--set` options applied.
     The result is {dotted key: value}, or None if the stage has no run.yaml.
 
@@ -280,7 +280,7 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
     )
 
     file = base / stage.run_config_path
-    raw = apply_overrides(load_yaml_mapping(file), stage.setting_overrides)
+    raw = apply_config_overrides(load_yaml_mapping(file), stage.setting_overrides)
     config = RunConfig.parse(resolve_run_config(raw, base=base), source=str(file))
     settings = config.model_dump(mode="json", by_alias=True)
     settings["lr_schedule"]["decay_steps"] = config.lr_schedule.decay_steps or config.train.steps

@@ -27,7 +27,7 @@ from mega_cli.workflow_config import (
     WorkflowStage,
     find_settings_rerun_reason,
     list_files_named_by_settings,
-    stage_settings,
+    load_stage_settings,
 )
 from mega_common import atomic_files as files
 from mega_common.atomic_files import lock_file_exclusively, write_json_atomically
@@ -51,7 +51,7 @@ class WorkflowStageAttempt(StrictConfig):
     """Record of the last attempt at a workflow stage.
     `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
-    `command` is the stage's `resume_identity_words`, `settings` are all settings of its run.yaml, and `named` are the files that
+    `command` is the stage's `words_required_unchanged_to_resume`, `settings` are all settings of its run.yaml, and `named` are the files that
     the run.yaml of a training names. None: saved by a version without that record.
     """
 
@@ -94,7 +94,7 @@ class WorkflowRunner:
         state = load_workflow_state(state_path)
         self.attempts = dict(state.stages)
         self.digests = FileDigests(base, {} if verify else state.files)
-        self._settings = functools.cache(lambda name: stage_settings(workflow.stages[name], base))
+        self._settings = functools.cache(lambda name: load_stage_settings(workflow.stages[name], base))
 
     def save_state(self) -> None:
         """Write the workflow's state file, which replaces the earlier one atomically."""
@@ -130,7 +130,7 @@ class WorkflowRunner:
     def _find_change(self, name: str, last: WorkflowStageAttempt) -> StageRerunReason | None:
         """Return a difference to the last attempt, and if it invalidates the outputs; None without one."""
         stage = self.workflow.stages[name]
-        if stage.resume_identity_words != last.command:
+        if stage.words_required_unchanged_to_resume != last.command:
             return StageRerunReason("its command changed", start_over=True)
         if reason := describe_digest_difference("input", last.inputs, self.hash_stage_inputs(stage)):
             return StageRerunReason(reason, start_over=True)
@@ -184,7 +184,7 @@ class WorkflowRunner:
             self._set_aside(name)
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = WorkflowStageAttempt(
-            status="running", command=stage.resume_identity_words, settings=self._settings(name),
+            status="running", command=stage.words_required_unchanged_to_resume, settings=self._settings(name),
             code=compute_code_digest(stage.command_arguments[0]), inputs=self.hash_stage_inputs(stage), named=self.hash_files_of_run_yaml(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
@@ -232,7 +232,7 @@ class WorkflowRunner:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
                 if path.suffix in (".bin", ".idx"):
-                    yield from data_set_files(path.with_suffix(""))
+                    yield from list_data_set_files(path.with_suffix(""))
 
     def _new_run_settings(self, name: str) -> FlatSettings | None:
         """Return the settings of the run that a stage starts, or None if it continues the run of an earlier stage."""
@@ -280,7 +280,7 @@ def find_previous_run_files(settings: FlatSettings, base: Path) -> Iterator[Path
         yield base / kept
 
 
-def data_set_files(prefix: Path) -> list[Path]:
+def list_data_set_files(prefix: Path) -> list[Path]:
     """Return the paths of all files that belong to the token data set with this prefix, existing or not."""
     from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files

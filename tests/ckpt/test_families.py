@@ -29,7 +29,7 @@ from mega_ckpt.families import (
     is_equivalent_config,
 )
 from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_tensor_rules
-from mega_ckpt.families.lfm2_decoders import AdjustedWidthEntry
+from mega_ckpt.families.lfm2_decoders import Lfm2FfnWidthConfigEntry
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.model_config import ModelConfig, RopeConfig
 
@@ -97,7 +97,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "kda_lower_bound",  # of a gate that has none
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
-        spelled |= {"full_attn_idxs", *AdjustedWidthEntry().handled_config_keys}
+        spelled |= {"full_attn_idxs", *Lfm2FfnWidthConfigEntry().handled_config_keys}
     for key in {key for entry in family.entries for key in entry.handled_config_keys} & raw.keys() - spelled:
         assert loaded[key] == raw[key], key
 
@@ -423,16 +423,16 @@ def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) 
     transformers = pytest.importorskip("transformers")
     kind = type(transformers.AutoConfig.for_model(family.name, **_few(family)))
     declared = {field.name for field in dataclasses.fields(kind)}.union(*kind.attribute_map.items())
-    assert declared - family.known_keys == set()
+    assert declared - family.known_config_keys == set()
     code = importlib.import_module(getattr(transformers, family.architecture).__module__)
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
     if family.outer_model_type:  # whose code is in the same file
         whole = transformers.AutoConfig.for_model(family.outer_model_type, vision_config={})
         others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
-    assert _read_by(code) - others - family.known_keys == set()
+    assert _read_by(code) - others - family.known_config_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):
         common = importlib.import_module(f"transformers.{name}")
-        assert _read_by(common) - _NO_KEYS[""] - family.known_keys == set(), name
+        assert _read_by(common) - _NO_KEYS[""] - family.known_config_keys == set(), name
 
 
 def _read_by(module: ModuleType) -> set[str]:

@@ -16,8 +16,8 @@ from mega_ckpt.families.image_processor import (
     FILE,
     PROCESSOR_FILE,
     build_preprocessor_config,
+    find_unsupported_image_settings,
     read_image_processor_settings,
-    unsupported_image_settings,
     update_config_from_image_processor,
 )
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
@@ -87,7 +87,7 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
         == update_config_from_image_processor(vision, build_preprocessor_config(vision))
         == vision
     )
-    assert not list(unsupported_image_settings(vision, read_unsupported(tmp_path)))
+    assert not list(find_unsupported_image_settings(vision, read_unsupported(tmp_path)))
 
 
 def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
 )
 def test_unsupported_settings_are_listed(raw: dict[str, Any], listed: list[str]) -> None:
     vision = update_config_from_image_processor(VisionConfig(**TOWER), raw)
-    assert list(unsupported_image_settings(vision, raw)) == listed
+    assert list(find_unsupported_image_settings(vision, raw)) == listed
 
 
 @pytest.mark.parametrize("raw", [{"image_mean": [1, 2]}, {"image_std": "x"}])

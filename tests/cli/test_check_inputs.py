@@ -10,7 +10,7 @@ import pytest
 
 from mega_cli.train import check_run_inputs_exist
 from mega_common.errors import ConfigError
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 
 RUN: Mapping[str, Any] = {
@@ -20,7 +20,7 @@ RUN: Mapping[str, Any] = {
 
 
 def _check(overrides: list[str], *, data: bool = True) -> None:
-    config = RunConfig.parse(apply_overrides(RUN, overrides))
+    config = RunConfig.parse(apply_config_overrides(RUN, overrides))
     check_run_inputs_exist(config, Path("run.yaml"), data=data)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mega_cli.main import build_typer_app
 from mega_common.errors import ConfigError
 from mega_trainer.verify.failure_location import TensorDifference
-from mega_trainer.verify.verification import CheckRow, FailureReport, Verification
+from mega_trainer.verify.verification import LayoutFailureReport, Verification, VerifyCheckRow
 
 MODEL = {
     "num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 2,
@@ -65,12 +65,14 @@ def test_mup_is_checked_over_widths(run: Path, tmp_path: Path) -> None:
 def test_a_failure_is_named_with_its_layout_layer_and_tensor(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     difference = TensorDifference("gradient", "model.layers.1.mlp.up_proj.weight", 1, (2, 3), 0.25, 0.5, 1.0)
 
-    def run_checks(self: Verification) -> Iterator[CheckRow]:
+    def run_checks(self: Verification) -> Iterator[VerifyCheckRow]:
         self.failures.append(None)  # type: ignore[arg-type]
-        yield CheckRow("layout", "tp=2 micro=8", 2, 1.0, 1e-10, "gradients 1.0e+00")
-        yield CheckRow("generation", "generation against training", 1, skipped="an encoder does not generate text")
+        yield VerifyCheckRow("layout", "tp=2 micro=8", 2, 1.0, 1e-10, "gradients 1.0e+00")
+        yield VerifyCheckRow(
+            "generation", "generation against training", 1, skipped="an encoder does not generate text"
+        )
 
-    report = FailureReport("tp=2 micro=8", 2, "gradients 1.0e+00", difference)
+    report = LayoutFailureReport("tp=2 micro=8", 2, "gradients 1.0e+00", difference)
     monkeypatch.setattr(Verification, "run_checks", run_checks)
     monkeypatch.setattr(Verification, "explain_failure", lambda self: report)
     result = CliRunner().invoke(build_typer_app(), ["verify", str(run), "--json", "-"])

@@ -19,7 +19,7 @@ from mega_common.bounded_parsing import (
     read_json_file,
 )
 from mega_common.errors import ConfigError, DataError
-from mega_common.strict_config import apply_overrides, load_yaml_mapping
+from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
 
 BOMB = "x: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
     f"y{i}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]" for i in range(8)
@@ -106,7 +106,7 @@ def test_a_file_that_is_no_mapping_is_refused_by_its_name(tmp_path: Path, conten
 @pytest.mark.parametrize("value", ["&a [*a]", "9" * 5000, "[" * 500 + "]" * 500, "!!timestamp soon"])
 def test_an_override_is_held_to_the_same_limits(value: str) -> None:
     with pytest.raises(ConfigError, match="--set x="):
-        apply_overrides({}, [f"x={value}"])
+        apply_config_overrides({}, [f"x={value}"])
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000, "{", b"\xff"])

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
 from mega_common.errors import ConfigError
-from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, build_json_schema, load_yaml_mapping
+from mega_common.strict_config import (
+    ConfigProblem,
+    StrictConfig,
+    apply_config_overrides,
+    build_json_schema,
+    load_yaml_mapping,
+)
 
 
 class Rope(StrictConfig):
@@ -213,21 +219,21 @@ class TestOverrides:
     )
     def test_a_value_is_set_in_a_copy(self, override: str, path: tuple[Any, ...], value: object) -> None:
         before = repr(self.RAW)
-        node: Any = apply_overrides(self.RAW, [override])
+        node: Any = apply_config_overrides(self.RAW, [override])
         for part in path:
             node = node[part]
         assert node == value
         assert repr(self.RAW) == before
 
     def test_later_ones_win(self) -> None:
-        assert apply_overrides(self.RAW, ["seed=2", "seed=3"])["seed"] == 3
+        assert apply_config_overrides(self.RAW, ["seed=2", "seed=3"])["seed"] == 3
 
     @pytest.mark.parametrize(
         "override", ["seed", "=1", "seed.x=1", "data.train.1.weight=1", "data.train.x=1", "data.train.0.path.y=1"]
     )
     def test_a_path_that_leads_nowhere_is_refused(self, override: str) -> None:
         with pytest.raises(ConfigError, match="--set"):
-            apply_overrides(self.RAW, [override])
+            apply_config_overrides(self.RAW, [override])
 
 
 def test_json_schema_speaks_the_users_names() -> None:

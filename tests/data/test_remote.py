@@ -157,7 +157,7 @@ def test_a_store_that_fails_gets_what_is_made_already(
             preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
         patch.setattr(
-            "mega_data.preprocessing.preprocess_corpus.encode_batches", lambda *_: 1 / 0
+            "mega_data.preprocessing.preprocess_corpus.encode_document_batches", lambda *_: 1 / 0
         )  # nothing is done again
         preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")

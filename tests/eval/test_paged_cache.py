@@ -38,10 +38,10 @@ def test_a_page_is_named_by_all_tokens_up_to_its_end():
 
 def test_slots_of_a_row_and_what_a_window_sees_of_them():
     span = RequestTokenSpan(slice(5, 8), 2 * PAGE + 4, [4, 5, 1])
-    assert span.slot_runs == [(4 * PAGE, 6 * PAGE), (PAGE, PAGE + 4)]
+    assert span.contiguous_slot_runs == [(4 * PAGE, 6 * PAGE), (PAGE, PAGE + 4)]
     assert span.new_token_slots == [PAGE + 1, PAGE + 2, PAGE + 3]
     assert span.visible_slot_runs(4) == [(6 * PAGE - 2, 6 * PAGE), (PAGE, PAGE + 4)]
-    assert span.visible_slot_runs(None) == span.visible_slot_runs(100) == span.slot_runs
+    assert span.visible_slot_runs(None) == span.visible_slot_runs(100) == span.contiguous_slot_runs
 
 
 def test_a_latent_alone_is_kept_where_keys_are_values():

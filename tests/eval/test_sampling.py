@@ -350,7 +350,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples/extensions/sampler_tokenizer
 def test_a_sampler_of_an_extension_changes_only_its_rows():
     samplers = load_extensions([EXAMPLE]).entries("samplers")
     raw = {"temperature": 5.0, "sampler": "top_n_sigma", "sampler_options": {"n": 0.9}}
-    kept = Sampling.parse(raw).bind_sampler(samplers)
+    kept = Sampling.parse(raw).bind_token_sampler(samplers)
     rows = LOGITS.repeat(64, 1)
     choices = [TokenChoice(kept if row % 2 else Sampling(temperature=5.0), sample=row) for row in range(64)]
     found = choose_tokens(rows, choices)
@@ -363,7 +363,7 @@ def test_a_sampler_gets_the_tokens_before():
     def forbid_last(scores: Tensor, prompt: list[int], generated: list[int], *, options: object) -> Tensor:
         return scores.index_fill(0, torch.tensor([*prompt, *generated][-2:]), float("-inf"))
 
-    sampling = Sampling.parse({"sampler": "forbid_last"}).bind_sampler({"forbid_last": Sampler(forbid_last)})
+    sampling = Sampling.parse({"sampler": "forbid_last"}).bind_token_sampler({"forbid_last": Sampler(forbid_last)})
     assert not sampling.is_greedy
     assert choose_tokens(LOGITS[None], [TokenChoice(sampling, [2], [1])]) == [0]
 
@@ -381,7 +381,7 @@ def test_a_sampler_gets_the_tokens_before():
 )
 def test_samplers_that_cannot_be_used(settings: dict[str, Any], words: str):
     with pytest.raises(ConfigError) as error:
-        Sampling.parse(settings).bind_sampler(load_extensions([EXAMPLE]).entries("samplers"))
+        Sampling.parse(settings).bind_token_sampler(load_extensions([EXAMPLE]).entries("samplers"))
     assert words in str(error.value)
 
 
@@ -396,7 +396,7 @@ def test_samplers_that_cannot_be_used(settings: dict[str, Any], words: str):
     ],
 )
 def test_a_sampler_that_fails_is_named(adjust: Any, words: str):
-    sampling = Sampling.parse({"sampler": "mine"}).bind_sampler({"mine": Sampler(adjust)})
+    sampling = Sampling.parse({"sampler": "mine"}).bind_token_sampler({"mine": Sampler(adjust)})
     with pytest.raises(DataError, match=words):
         choose_tokens(LOGITS[None], [TokenChoice(sampling)])
 

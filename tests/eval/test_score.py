@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import VARIANTS, variant
 
 from mega_common.errors import CheckpointError, DataError
-from mega_eval.score import ContextContinuation, pack_pair_batches, score_continuations, split_into_windows
+from mega_eval.score import ContextContinuation, pack_pair_batches, score_continuations, split_into_scoring_windows
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 
@@ -102,7 +102,7 @@ def test_rows_whose_angles_depend_on_their_length_hold_one_sequence(name: str) -
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_windows_predict_each_token_once_with_the_fullest_context(count: int, length: int) -> None:
     tokens = list(range(1, count + 1))
-    found = split_into_windows(tokens, 0, length)
+    found = split_into_scoring_windows(tokens, 0, length)
     assert [token for _, part in found for token in part] == tokens
     for context, part in found:
         assert [*context, *part] == list(range(context[0], part[-1] + 1))  # consecutive, and no gap between

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega_ckpt.source import open_weight_source
-from mega_ckpt.stream_checkpoint import write_weights
+from mega_ckpt.stream_checkpoint import write_weights_as_checkpoint
 from mega_common.errors import ConfigError
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.language_model import LanguageModel
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     source = open_weight_source(folder, implementation="transformers")
-    write_weights(source, tmp_path / "mega", "writing mega")
+    write_weights_as_checkpoint(source, tmp_path / "mega", "writing mega")
     loaded = LanguageModel.load(str(tmp_path / "mega"), device="cpu")
     module = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     prompt = loaded.tokenizer.encode(STORY)[:7]
@@ -47,7 +47,9 @@ def test_greedy_text_and_scores_are_those_of_transformers(folder: Path, tmp_path
 
 
 def test_other_ways_are_refused(folder: Path, tmp_path: Path) -> None:
-    write_weights(open_weight_source(folder, implementation="transformers"), tmp_path / "mega", "writing mega")
+    write_weights_as_checkpoint(
+        open_weight_source(folder, implementation="transformers"), tmp_path / "mega", "writing mega"
+    )
     loaded = LanguageModel.load(str(tmp_path / "mega"), device="cpu", draft="ngrams")
     assert isinstance(loaded.model, TransformersDecoder)
     with pytest.raises(ConfigError, match="draft is not supported"):

@@ -10,7 +10,7 @@ from extension_cases import EXAMPLES, SIZES
 
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.verify.failure_location import find_first_differing_tensor
-from mega_trainer.verify.tiny_model import TinyRun
+from mega_trainer.verify.tiny_model import TinyModelRun
 from mega_trainer.verify.verification import Verification, parse_layout
 
 DIFFERENTIAL: dict[str, Any] = {"layers": ["differential+mlp"] * 2, "mixers": {"differential": {}}}
@@ -42,7 +42,7 @@ def test_verification_names_the_layer_and_the_tensor(name: str, tmp_path: Path) 
     raw = {
         "extensions": [str(tmp_path / file)], "model": {**SIZES, "num_layers": 2, **model}, "data": {"train": "none", "seq_length": 32},
     }  # fmt: skip
-    tiny = TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
+    tiny = TinyModelRun.from_run(RunConfig.parse(resolve_run_config(raw)))
     verification = Verification(tiny, only=layout)
     assert [row.problem for row in verification.run_checks()] != [""]
     report = verification.explain_failure()
@@ -114,7 +114,7 @@ def test_the_first_tensor_that_differs_is_named(name: str, tmp_path: Path) -> No
         "extensions": [str(tmp_path / file)], "model": {**SIZES, "num_layers": 2, **model},
         "data": {"train": "none", "seq_length": 32}, **sections,
     }  # fmt: skip
-    tiny = TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
+    tiny = TinyModelRun.from_run(RunConfig.parse(resolve_run_config(raw)))
     difference = find_first_differing_tensor(parse_layout(tiny, layout))
     assert difference is not None
     assert (difference.kind, difference.name) == first

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from mega_common.atomic_files import write_json_atomically
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor.training_checks import write_tokens
@@ -82,7 +82,7 @@ def train(out: Path, device: str, name: str, ranks: int, settings: Sequence[str]
         folder, base["model"]["vocab_size"], base["data"]["seq_length"] // 8
     )  # documents of a quarter of a row
     base["data"]["train"], base["output"] = str(folder / "tokens"), str(folder / "run")
-    raw = apply_overrides(base, overrides)
+    raw = apply_config_overrides(base, overrides)
     (folder / "run.yaml").write_text(yaml.safe_dump(raw))
     config = RunConfig.parse(raw)
     if ranks == 1:  # in this process: another one would import torch again

@@ -15,7 +15,7 @@ from parity.cases import all_layouts, covering
 from ranks import run_ranks
 from torch.distributed._symmetric_memory import _test_mode
 
-from mega_trainer.verify.case_trainer import CaseTrainer, copy_sharded_tensors_to_host, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, copy_sharded_tensors_to_host, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
 
@@ -25,7 +25,7 @@ def train_all(cases: Sequence[LayoutCase], store: Path) -> list[str]:
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    maker = make_case_groups(cases)
+    maker = make_case_process_groups(cases)
     for case in cases:
         try:
             trainer = CaseTrainer.build(case, rank, maker, device=torch.device("cuda", rank))

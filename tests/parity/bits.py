@@ -11,7 +11,7 @@ from mega_ckpt.tensor_pieces import merge_sharded_tensors
 from mega_trainer.verify.case_trainer import (
     CaseOutcome,
     CaseTrainer,
-    make_case_groups,
+    make_case_process_groups,
     train_cases_in_one_process,
 )
 from mega_trainer.verify.layout_case import STEPS, LayoutCase
@@ -32,7 +32,7 @@ def pairs(cases: Sequence[tuple[LayoutCase, LayoutCase]], *, norms: bool, steps:
     The first of a pair has one rank, and then stands for all, or as many as the second and holds at least the same.
     After one step only what was computed before the update is compared.
     """
-    rank, maker = dist.get_rank(), make_case_groups(case for pair in cases for case in pair)
+    rank, maker = dist.get_rank(), make_case_process_groups(case for pair in cases for case in pair)
     singles = {_key(plain): (plain, steps) for plain, _ in cases if plain.ranks == 1}
     made = dict(zip(singles, train_cases_in_one_process(list(singles.values())), strict=True))
     out: list[list[str] | None] = []
@@ -66,7 +66,7 @@ def resumed(cases: Sequence[LayoutCase], folder: Path, others: Sequence[LayoutCa
 
     With `others` it is restored in those layouts, each of as many ranks as the case.
     """
-    rank, maker = dist.get_rank(), add_rank_zero_group(make_case_groups([*cases, *others]))
+    rank, maker = dist.get_rank(), add_rank_zero_group(make_case_process_groups([*cases, *others]))
     out: list[list[str] | None] = []
     for number, (case, other) in enumerate(zip(cases, others or cases, strict=True)):
         if rank >= case.ranks:

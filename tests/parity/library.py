@@ -32,7 +32,7 @@ from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
 from mega_trainer.verify.case_comparison import largest_error
-from mega_trainer.verify.case_trainer import copy_sharded_tensors_to_host, make_case_groups
+from mega_trainer.verify.case_trainer import copy_sharded_tensors_to_host, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
@@ -121,7 +121,7 @@ def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[st
 
 
 def against_one_process(cases: Sequence[LayoutCase]) -> list[str]:
-    rank, maker, wrong, alone = dist.get_rank(), make_case_groups(cases), [], {}
+    rank, maker, wrong, alone = dist.get_rank(), make_case_process_groups(cases), [], {}
     for case in cases:
         key = str(case.single.raw)
         alone[key] = alone.get(key) or outcome(engine_of(case.single, RankInfo()))
@@ -158,7 +158,7 @@ def streams_its_export(engine: TrainingEngine, folder: Path) -> bool:
 
 
 def against_the_export(cases: Sequence[LayoutCase], folder: Path) -> list[str]:
-    rank, maker, wrong = dist.get_rank(), make_case_groups(cases), []
+    rank, maker, wrong = dist.get_rank(), make_case_process_groups(cases), []
     for number, case in enumerate(cases):
         engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)

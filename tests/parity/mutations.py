@@ -66,7 +66,7 @@ from mega_trainer.parallel.zero_buffers import FlatBufferStage, FlatParameterBuf
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import train_step
 from mega_trainer.verify.case_comparison import RankFindings, compare_outcomes, list_held_tensor_slices
-from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_process_groups
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, STEPS, LayoutCase
 from mega_trainer.verify.restore_comparison import RestoreFindings, restore_in_other_layouts
 
@@ -811,7 +811,7 @@ def restored(folder: Path) -> list[RestoreFindings | None]:
 def mutated() -> list[tuple[RankFindings | None, RankFindings | None]]:
     """On each rank, what it finds of each mutation's case without and with the bug."""
     rank, references = dist.get_rank(), SingleProcessOutcomes((one.case, STEPS) for one in MUTATIONS)
-    maker = make_case_groups(one.case for one in MUTATIONS)
+    maker = make_case_process_groups(one.case for one in MUTATIONS)
     healthy: dict[LayoutCase, RankFindings] = {}
     out: list[tuple[RankFindings | None, RankFindings | None]] = []
     for one in MUTATIONS:

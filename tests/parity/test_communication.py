@@ -24,7 +24,7 @@ from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.pipeline.schedules import place_pipeline_stages
-from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_process_groups
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, DECODER_LENGTH, LayoutCase
 
 S, D, F, V, L = 16, 32, 48, 64, 2
@@ -339,7 +339,7 @@ def noted(log: CommTrafficCounter, one: LayoutCase) -> Callable[..., Tensor]:
 
 def traffic(cases: Sequence[LayoutCase]) -> list[Traffic]:
     """On each rank: what passed in one step of each case."""
-    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_process_groups(cases), []
     for one in cases:
         log = CommTrafficCounter()
         if rank < one.ranks:

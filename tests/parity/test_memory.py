@@ -24,7 +24,7 @@ from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.rng import TOKENS
 from mega_trainer.plan.part_memory import count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
-from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_process_groups
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, LayoutCase
 from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
@@ -51,7 +51,7 @@ class Bytes:
 
 def measured(cases: list[LayoutCase]) -> list[Bytes | None]:
     """On each rank, of each case."""
-    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_process_groups(cases), []
     for one in cases:
         out.append(_measure(CaseTrainer.build(one, rank, maker)) if rank < one.ranks else None)
     return out
@@ -136,7 +136,7 @@ def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Byte
 
 def staged(cases: list[LayoutCase]) -> list[tuple[int, int] | None]:
     """Of each case: bytes of what this rank brings to a checkpoint, and of all that it could."""
-    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_process_groups(cases), []
     for one in cases:
         if rank < one.ranks:
             state = CaseTrainer.build(one, rank, maker).state

@@ -8,7 +8,7 @@ from typing import Any
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 
@@ -31,4 +31,4 @@ def decoders(config: ModelConfig, layout: ParallelLayout, **options: Any) -> Ite
     layers = split_stage_layers(config.num_layers, layout.pp)
     for build in builders(config, layout, **options):
         at = build.groups.pp.rank
-        yield Decoder(build, StageLayers(layers[at].start, layers[at].stop, at == 0, at == layout.pp - 1))
+        yield Decoder(build, PipelineStageLayers(layers[at].start, layers[at].stop, at == 0, at == layout.pp - 1))

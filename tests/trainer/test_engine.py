@@ -34,7 +34,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
-from mega_trainer.verify.case_trainer import make_case_groups
+from mega_trainer.verify.case_trainer import make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
@@ -102,7 +102,7 @@ def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def hands_on(cases: Sequence[LayoutCase], folder: Path) -> list[str]:
-    rank, maker, wrong = dist.get_rank(), make_case_groups(cases), []
+    rank, maker, wrong = dist.get_rank(), make_case_process_groups(cases), []
     for number, case in enumerate(cases):
         engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         outcome(engine)

@@ -28,7 +28,7 @@ class ArrayJobPlan:
     count: int
     folder: Path
 
-    def job_command(self, python: str, number: str) -> str:
+    def build_job_command(self, python: str, number: str) -> str:
         """Return the shell command of one job of the array.
         `number` is shell code that expands to the job's number, from 1.
         """
@@ -63,7 +63,7 @@ def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
     """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
-    task = "\n".join(["", *plan.prologue, parts.job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
+    task = "\n".join(["", *plan.prologue, parts.build_job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
     options, before = plan.container.build_srun_container_arguments() if plan.container else ([], [])
     step = ['srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"', *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
@@ -101,7 +101,7 @@ def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str,
         "name": CONTAINER,
         "image": image,
         "workingDir": "/workspace",
-        "command": ["sh", "-c", escaped.job_command("python3", "$((JOB_COMPLETION_INDEX + 1))")],
+        "command": ["sh", "-c", escaped.build_job_command("python3", "$((JOB_COMPLETION_INDEX + 1))")],
         "resources": {"requests": {"cpu": cpus}},
         "volumeMounts": [{"name": "workspace", "mountPath": "/workspace"}],
     }

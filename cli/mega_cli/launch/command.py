@@ -19,7 +19,7 @@ from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_
 from mega_cli.workflow_config import reject_workflow_as_run_yaml
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_common.strict_config import apply_overrides, load_yaml_mapping
+from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -282,7 +282,7 @@ def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> Non
     """
     from mega_trainer.config.run_config import load_run_config
 
-    raw = apply_overrides(load_yaml_mapping(run), overrides)
+    raw = apply_config_overrides(load_yaml_mapping(run), overrides)
     reject_workflow_as_run_yaml(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
     model = raw.get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():

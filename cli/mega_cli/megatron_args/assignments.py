@@ -14,7 +14,7 @@ from mega_cli.megatron_args.syntax_tree import get_node_source_text
 from mega_cli.megatron_args.word_expansion import ShellWordExpander
 
 
-def interpret_assignment_line(reader: ShellInterpreter, node: Node) -> KnownTruth:
+def interpret_shell_assignment_list(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell line with several assignments, `A=1 B=2`.
     The variables are set in the state of the interpreted script. Returns True: assignments succeed.
     """
@@ -68,7 +68,7 @@ def _assign_array(reader: ShellInterpreter, node: Node, value: VariableValue) ->
         if item.type == "comment":
             continue
         if keyed:
-            key = reader.words.expand_quoted(keyed[1].strip("'\""))
+            key = reader.words.expand_double_quoted_text(keyed[1].strip("'\""))
             value[key] = ShellWord(
                 reader.words.expand_node_source(item, keyed.end(), quote=""), reader.words.line_number(item)
             )
@@ -80,7 +80,7 @@ def _assign_array(reader: ShellInterpreter, node: Node, value: VariableValue) ->
     return value
 
 
-def interpret_declare_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
+def interpret_shell_declare_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret the shell builtins `export`, `declare`, `local` and similar.
     Their variables are set in the state of the interpreted script. Returns True: the builtin succeeds.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mega_cli.megatron_args.shell_patterns import matches_shell_pattern, search_extended_regex
-from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
+from mega_cli.megatron_args.shell_words import MARK, is_unset_shell_parameter
 
 KnownTruth = bool | None  # None: unknown
 
@@ -125,6 +125,6 @@ class ShellConditionEvaluator:
         return self.number(worth) if worth and worth.strip() else None
 
     def _present(self, text: str) -> KnownTruth:
-        if is_unset_parameter(text):
+        if is_unset_shell_parameter(text):
             return False
         return bool(text) if MARK.sub("", text) or not text else None

@@ -13,7 +13,12 @@ from mega_cli.megatron_args.conditions import KnownTruth, three_valued_not
 from mega_cli.megatron_args.script_state import ShellControlFlowException, ShellInterpreter
 from mega_cli.megatron_args.shell_patterns import matches_shell_pattern
 from mega_cli.megatron_args.shell_words import MARK, format_unknown_placeholders, make_unknown_placeholder
-from mega_cli.megatron_args.syntax_tree import VALUES, get_node_source_text, group_adjacent_syntax_nodes, if_branches
+from mega_cli.megatron_args.syntax_tree import (
+    VALUES,
+    get_node_source_text,
+    group_adjacent_syntax_nodes,
+    iterate_if_branches,
+)
 
 ROUNDS = 256  # most iterations of a loop
 
@@ -74,15 +79,17 @@ def interpret_c_style_for_loop(reader: ShellInterpreter, node: Node) -> KnownTru
     body = node.child_by_field_name("body")
     if len(parts) != 3 or body is None:
         return None
-    reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[0]))
+    reader.evaluate_arithmetic_expression(reader.words.expand_double_quoted_text(parts[0]))
 
     def begin_iteration() -> KnownTruth:
-        value = reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[1])) if parts[1] else 1
+        value = (
+            reader.evaluate_arithmetic_expression(reader.words.expand_double_quoted_text(parts[1])) if parts[1] else 1
+        )
         return None if value is None else value != 0
 
     def follow_expression() -> None:
         reader.interpret_shell_statement(body)
-        reader.evaluate_arithmetic_expression(reader.words.expand_quoted(parts[2]))
+        reader.evaluate_arithmetic_expression(reader.words.expand_double_quoted_text(parts[2]))
 
     return _follow_iterations(reader, node, begin_iteration, follow_expression)
 
@@ -115,7 +122,7 @@ def interpret_if_statement(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell `if ...; then ...; elif ...; else ...; fi`.
     Every branch is interpreted if the condition is unknown. Returns True if its last command succeeds, None if unknown.
     """
-    return _follow_branches(reader, node, list(if_branches(node)))
+    return _follow_branches(reader, node, list(iterate_if_branches(node)))
 
 
 def _follow_branches(

@@ -14,7 +14,7 @@ SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
 BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
-def has_moe_flags(draft: RunYamlDraft) -> bool:
+def has_megatron_moe_flags(draft: RunYamlDraft) -> bool:
     """Return whether Megatron's flags give the model experts; Megatron-DeepSpeed's one expert means none."""
     return draft.is_megatron_setting_unknown("num_experts") or any(count > 1 for count in draft["num_experts"])
 

@@ -139,7 +139,7 @@ class ParsedMegatronFlag:
         return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
 
     @property
-    def why_unknown_value(self) -> str:
+    def unknown_value_reason(self) -> str:
         """Reason why the flag's value cannot be used; empty if it can."""
         if self.unset_shell_variables and (self.flag.type != "str" or self.flag.choices):
             return explain_unknown_flag_value(
@@ -152,7 +152,7 @@ class ParsedMegatronFlag:
         return ""
 
     @property
-    def why_invalid_value(self) -> str:
+    def invalid_value_reason(self) -> str:
         """Reason why Megatron-LM rejects the flag's value; empty if it accepts the value."""
         words = set(self.flag.choices.values())
         if (
@@ -171,7 +171,7 @@ class ParsedMegatronFlag:
         """
         if not self.flag.type:
             return self.on
-        if self.why_unknown_value:
+        if self.unknown_value_reason:
             return [] if self.flag.takes_list else None
         converted = [self.flag.convert_value(value) for value in self.values]
         return converted if self.flag.takes_list else converted[0]
@@ -218,14 +218,16 @@ class MegatronCommandSettings:
             )
         if given.flag.dest in COUNTS and value is not None and value > MOST:
             return self.add_flag_problem(given, f"must be at most {MOST:,}")
-        if self.strict and (given.why_unknown_value or given.why_invalid_value):
+        if self.strict and (given.unknown_value_reason or given.invalid_value_reason):
             near = (
                 difflib.get_close_matches(_fold_choice(given.values[-1]), given.flag.choices, n=1)
-                if given.why_invalid_value
+                if given.invalid_value_reason
                 else []
             )
             return self.add_flag_problem(
-                given, given.why_unknown_value or given.why_invalid_value, given.flag.choices[near[0]] if near else ""
+                given,
+                given.unknown_value_reason or given.invalid_value_reason,
+                given.flag.choices[near[0]] if near else "",
             )
         before = self.given.get(given.flag.dest)
         if before is not None and (before.values, before.on) != (given.values, given.on):
@@ -241,7 +243,7 @@ class MegatronCommandSettings:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def add_megatron_problem(self, line: int, text: str, rule: str, hint: str) -> None:
+    def add_rejected_settings_problem(self, line: int, text: str, rule: str, hint: str) -> None:
         """Record settings of the launch script that Megatron-LM would reject.
         They are on line `line`, and are a problem if `strict`, else a remark. `rule` is the rule that they violate.
         """
@@ -287,7 +289,7 @@ def parse_megatron_arguments(
             arguments.respelled.add(spelling)
         for given in _to_megatron_flag(flag, spelling, tuple(values), word.line, spellings):
             if equals and not flag.max_value_count:
-                arguments.add_megatron_problem(word.line, str(given), "takes no value", "")
+                arguments.add_rejected_settings_problem(word.line, str(given), "takes no value", "")
             arguments.add_flag(given)
     return arguments
 
@@ -332,7 +334,7 @@ def _parse_unknown_flag(
     near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]}?" if near else ""
     if arguments.strict:
-        arguments.add_megatron_problem(
+        arguments.add_rejected_settings_problem(
             line, format_unknown_placeholders(spelling), "is not a flag of Megatron-LM", hint
         )
     else:
@@ -349,4 +351,6 @@ def _record_non_flag(word: ShellWord, arguments: MegatronCommandSettings) -> Non
         arguments.remarks.append((word.line, text))
     else:
         hint = 'if it is part of the value before it, quote the array: "${ARGS[@]}"'
-        arguments.add_megatron_problem(word.line, format_unknown_placeholders(word.text), "is not a flag", hint)
+        arguments.add_rejected_settings_problem(
+            word.line, format_unknown_placeholders(word.text), "is not a flag", hint
+        )

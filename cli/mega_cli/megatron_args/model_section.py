@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mega_cli.megatron_args.bert_and_t5 import count_t5_layers, is_t5_script
-from mega_cli.megatron_args.experts_section import has_moe_flags, translate_moe_flags
+from mega_cli.megatron_args.experts_section import has_megatron_moe_flags, translate_moe_flags
 from mega_cli.megatron_args.hybrid_layers import (
     PATTERNS,
     compute_layer_pattern_mask,
@@ -39,7 +39,7 @@ def translate_model_flags(draft: RunYamlDraft) -> None:
         draft.set_key("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.set_key("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
-    if has_moe_flags(draft) and not is_hybrid_pattern_without_moe(draft):
+    if has_megatron_moe_flags(draft) and not is_hybrid_pattern_without_moe(draft):
         translate_moe_flags(draft, get_megatron_ffn_width(draft))
     translate_attention_variant_flags(draft)
 

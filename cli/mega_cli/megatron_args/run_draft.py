@@ -70,7 +70,7 @@ class DeepSpeedConfigValues:
         return node
 
 
-def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigValues | None:
+def parse_deepspeed_config(name: str, text: str) -> DeepSpeedConfigValues | None:
     """Parse the text of a DeepSpeed configuration file.
     Returns None if it is not a JSON object, such as a template that a program fills.
     """
@@ -167,7 +167,7 @@ class RunYamlDraft:
         An example is an unset shell variable.
         """
         given = self.arguments.given.get(dest)
-        return given is not None and bool(given.why_unknown_value)
+        return given is not None and bool(given.unknown_value_reason)
 
     @property
     def is_megatron_deepspeed(self) -> bool:
@@ -180,7 +180,7 @@ class RunYamlDraft:
         return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
 
     @property
-    def collect_notes(self) -> list[FlagTranslationNote]:
+    def collect_translation_notes(self) -> list[FlagTranslationNote]:
         """General notes, then one note for each flag in the order of the command."""
         flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
         once = {(note.flag, note.line): note for note in reversed(flags)}
@@ -236,7 +236,7 @@ class RunYamlDraft:
 
     def _leave_open(self, key: str, found: Sequence[ParsedMegatronFlag], ask: str) -> str:
         """Leave a key to be filled in, with the reason, which is returned."""
-        faults = [fault for given in found if (fault := given.why_unknown_value or given.why_invalid_value)]
+        faults = [fault for given in found if (fault := given.unknown_value_reason or given.invalid_value_reason)]
         reason = faults[0] if faults else ask
         self.origins[key] = ", ".join(["to be filled in", *map(str, found)])
         self.add_note("open", f"{reason}; to be filled in", key=key)
@@ -292,10 +292,14 @@ def _other(given: ParsedMegatronFlag) -> FlagTranslationNote:
 def _handled(given: ParsedMegatronFlag, handling: Iterable[tuple[str, NoteKind, str]]) -> FlagTranslationNote:
     found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
     kind, why = next(
-        found, ("open", given.why_unknown_value or "is not translated; check if it changes the model or the run")
+        found, ("open", given.unknown_value_reason or "is not translated; check if it changes the model or the run")
     )
     note = FlagTranslationNote(kind, why, str(given), given.line)
-    if kind == "no equivalent" and not given.why_unknown_value and given.parsed_value() == given.flag.default_value():
+    if (
+        kind == "no equivalent"
+        and not given.unknown_value_reason
+        and given.parsed_value() == given.flag.default_value()
+    ):
         return replace(note, kind="not needed", text="this is Megatron's default")
     return note
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from tree_sitter import Node
 
 from mega_cli.megatron_args.assignments import (
-    interpret_assignment_line,
-    interpret_declare_builtin,
     interpret_shell_assignment,
+    interpret_shell_assignment_list,
+    interpret_shell_declare_builtin,
     interpret_unset_builtin,
 )
 from mega_cli.megatron_args.conditions import (
@@ -29,15 +29,15 @@ from mega_cli.megatron_args.control_flow import (
     interpret_if_statement,
     interpret_while_loop,
 )
-from mega_cli.megatron_args.script_state import STEPS, ScriptResult, ShellInterpreter, Statement
+from mega_cli.megatron_args.script_state import STEPS, ShellInterpreter, ShellScriptResult, Statement
 from mega_cli.megatron_args.shell_commands import interpret_redirection, interpret_shell_command, read_redirected_input
 from mega_cli.megatron_args.shell_patterns import escape_shell_pattern
 from mega_cli.megatron_args.shell_words import CLOSE, OPEN, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
     VALUES,
-    condition_leaves,
     get_node_source_text,
     group_adjacent_syntax_nodes,
+    iterate_condition_tokens,
 )
 from mega_common.errors import ConfigError
 
@@ -133,7 +133,7 @@ def _test(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `[ ... ]` and `[[ ... ]]`."""
     double = node.children[0].type == "[["
     found: list[ShellConditionOperand] = []
-    for group in group_adjacent_syntax_nodes(list(condition_leaves(node))[1:-1]):
+    for group in group_adjacent_syntax_nodes(list(iterate_condition_tokens(node))[1:-1]):
         if group[0].type not in VALUES:
             found.append(ShellConditionOperand(get_node_source_text(group[0]), ""))
         elif double:
@@ -158,8 +158,8 @@ def _skip_branch() -> None:
 STATEMENTS: dict[str, Statement] = {
     "command": _command,
     "variable_assignment": interpret_shell_assignment,
-    "variable_assignments": interpret_assignment_line,
-    "declaration_command": interpret_declare_builtin,
+    "variable_assignments": interpret_shell_assignment_list,
+    "declaration_command": interpret_shell_declare_builtin,
     "unset_command": interpret_unset_builtin,
     "list": _list,
     "pipeline": _pipeline,
@@ -185,7 +185,7 @@ def interpret_shell_script(
     environment: Mapping[str, str] | None = None,
     define: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
-) -> ScriptResult:
+) -> ShellScriptResult:
     """Interpret a shell script statically, without running anything.
     Returns the variables it sets and the commands it would start.
 
@@ -203,7 +203,7 @@ def interpret_shell_script(
             "the launch script contains characters of Unicode's private use area",
             hint="remove U+E000 and U+E001 from it",
         )
-    reader = ShellInterpreter(ScriptResult(path=path), STATEMENTS)
+    reader = ShellInterpreter(ShellScriptResult(path=path), STATEMENTS)
     for name, value in {**(environment or {}), **(define or {})}.items():
         reader.words.set_text_variable(name, value, 0)
     reader.words.defined = set(define or {})

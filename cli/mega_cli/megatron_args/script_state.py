@@ -16,7 +16,7 @@ from mega_cli.megatron_args.conditions import (
     ShellConditionEvaluator,
     ShellConditionOperand,
 )
-from mega_cli.megatron_args.script_variables import VariableValue, get_shell_value_texts, merge_branch_values
+from mega_cli.megatron_args.script_variables import VariableValue, get_shell_value_texts, merge_variable_across_branches
 from mega_cli.megatron_args.shell_words import MARK, PARSED, CharacterBudget, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
     find_syntax_errors,
@@ -38,7 +38,7 @@ class ShellControlFlowException(Exception):
 
 
 @dataclass
-class ScriptResult:
+class ShellScriptResult:
     """Result of the static interpretation of a shell script.
     It has variables, commands that the script would start, files it would write, and remarks.
 
@@ -99,7 +99,7 @@ class ShellInterpreter:
         printed: printed texts; None for an unknown one.
     """
 
-    def __init__(self, script: ScriptResult, statements: Mapping[str, Statement]) -> None:
+    def __init__(self, script: ShellScriptResult, statements: Mapping[str, Statement]) -> None:
         self.script = script
         self.statements = statements
         self.words = ShellWordExpander(substitute=self._substitute_command, budget=script.budget)
@@ -193,7 +193,7 @@ class ShellInterpreter:
         self.words.variables = dict(ends[0])
         differing = [name for name in names if any(_differ(end.get(name), ends[0].get(name)) for end in ends)]
         for name in differing:
-            self.words.variables[name] = merge_branch_values(
+            self.words.variables[name] = merge_variable_across_branches(
                 name, [end.get(name) for end in ends], self.words.line_number(node)
             )
         if differing:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class ScriptVariables:
+class ShellScriptVariables:
     """Variables of an interpreted shell script, and the line of the script that is being interpreted.
 
     Attributes:
@@ -134,7 +134,7 @@ def get_shell_value_texts(value: VariableValue | None) -> dict[str, str] | None:
     return None if value is None else {key: word.text for key, word in value.items()}
 
 
-def merge_branch_values(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
+def merge_variable_across_branches(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
     """Merge the values that a shell variable has after several branches.
     The script may take any of them, so the result is their common prefix, with a mark for the unknown rest.
     """

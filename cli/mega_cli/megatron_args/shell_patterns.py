@@ -145,7 +145,7 @@ def matches_shell_pattern(text: str, pattern: str) -> bool | None:
     return None if regex is None or MARK.search(text + pattern) else is_regex_fullmatch(regex, text)
 
 
-def apply_parameter_expansion(
+def apply_shell_parameter_expansion(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
     """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`.

@@ -45,7 +45,7 @@ def format_unknown_placeholders(text: str) -> str:
     return MARK.sub(r"$\1", text)
 
 
-def is_unset_parameter(text: str) -> bool:
+def is_unset_shell_parameter(text: str) -> bool:
     """Return whether a text is only the mark of a variable or argument that the script does not set."""
     match = MARK.fullmatch(text)
     return match is not None and (match[1].isidentifier() or match[1].isdigit())

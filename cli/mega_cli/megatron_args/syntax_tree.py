@@ -92,7 +92,7 @@ def get_node_source_text(node: Node) -> str:
     return (node.text or b"").decode()
 
 
-def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
+def iterate_if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     """Yield (condition, statements) of each branch of a shell `if`; the condition of `else` is empty."""
     condition: list[Node] = []
     body: list[Node] = []
@@ -105,7 +105,7 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     yield condition, body
     for child in node.named_children:
         if child.type in ("elif_clause", "else_clause"):
-            yield from if_branches(child)
+            yield from iterate_if_branches(child)
 
 
 def stdout_redirection(redirect: Node) -> Node | None:
@@ -141,10 +141,10 @@ def _touching(left: Node, right: Node) -> bool:
     )
 
 
-def condition_leaves(node: Node) -> Iterator[Node]:
+def iterate_condition_tokens(node: Node) -> Iterator[Node]:
     """Yield the words and operators of a shell condition in source order."""
     for child in node.children:
         if child.type in VALUES or not child.child_count:
             yield child
         else:
-            yield from condition_leaves(child)
+            yield from iterate_condition_tokens(child)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from mega_cli.megatron_args.script_reader import interpret_shell_script
-from mega_cli.megatron_args.script_state import ScriptResult
+from mega_cli.megatron_args.script_state import ShellScriptResult
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_placeholders, split_on_blanks
 from mega_common.errors import ConfigError
 
@@ -117,7 +117,7 @@ def _trains_other_model(program: str) -> bool:
 
 
 def _bare_arguments(
-    script: ScriptResult, batch: dict[str, str], commands: Sequence[WordsAtLine]
+    script: ShellScriptResult, batch: dict[str, str], commands: Sequence[WordsAtLine]
 ) -> MegatronTrainingCommand:
     """Return arguments without a command: lines of them, or variables that hold them."""
     lines = [word for words in script.commands if words[0].text.startswith("--") for word in words]
@@ -133,7 +133,7 @@ def _name(program: ShellWord) -> str:
     return PurePosixPath(format_unknown_placeholders(program.text)).name
 
 
-def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> ConfigError:
+def _nothing_trained(training: Sequence[WordsAtLine], script: ShellScriptResult) -> ConfigError:
     unread = [
         sentence for _, sentence in script.remarks if sentence.startswith(("the file of", "the script was followed"))
     ]
@@ -206,7 +206,7 @@ def _split_joined_arguments(words: Sequence[ShellWord]) -> list[ShellWord]:
     ]
 
 
-def _variable_arguments(script: ScriptResult) -> list[ShellWord]:
+def _variable_arguments(script: ShellScriptResult) -> list[ShellWord]:
     """Return the arguments in variables, without variables that are contained in others."""
     arrays = [words for words in _argument_arrays(script) if not _has_launcher_flags(words)]
     texts = [" ".join(word.text for word in words) for words in arrays]
@@ -218,7 +218,7 @@ def _variable_arguments(script: ScriptResult) -> list[ShellWord]:
     ]
 
 
-def _launcher_arrays(script: ScriptResult) -> list[ShellWord]:
+def _launcher_arrays(script: ShellScriptResult) -> list[ShellWord]:
     return [
         ShellWord("torchrun", 0),
         *(word for words in _argument_arrays(script) if _has_launcher_flags(words) for word in words),
@@ -229,7 +229,7 @@ def _has_launcher_flags(words: Sequence[ShellWord]) -> bool:
     return all(LAUNCHER.fullmatch(_long(w.text.partition("=")[0])) for w in words if w.text.startswith("--"))
 
 
-def _argument_arrays(script: ScriptResult) -> list[list[ShellWord]]:
+def _argument_arrays(script: ShellScriptResult) -> list[list[ShellWord]]:
     """Return the variables that hold arguments."""
     values = [_split_joined_arguments(list(value.values())) for value in script.variables.values()]
     return [words for words in values if words and words[0].text.startswith("--")]

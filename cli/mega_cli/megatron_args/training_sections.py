@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from mega_cli.megatron_args.experts_section import has_moe_flags
+from mega_cli.megatron_args.experts_section import has_megatron_moe_flags
 from mega_cli.megatron_args.hybrid_layers import translate_pipeline_layout_flags
 from mega_cli.megatron_args.run_draft import RunYamlDraft
 
@@ -36,7 +36,7 @@ def translate_parallel_flags(draft: RunYamlDraft) -> None:
         put("parallel.ep", draft["expert_model_parallel_size"], "expert_model_parallel_size")
     else:
         draft.add_note("translated", "parallel.ep, 1 by default", "expert_model_parallel_size")
-    if has_moe_flags(draft):
+    if has_megatron_moe_flags(draft):
         _expert_parts(draft)
     _zero(draft)
 

@@ -29,7 +29,7 @@ from mega_cli.megatron_args.run_draft import (
     FlagTranslationNote,
     NoteKind,
     RunYamlDraft,
-    read_deepspeed_file,
+    parse_deepspeed_config,
 )
 from mega_cli.megatron_args.shell_words import format_unknown_placeholders
 from mega_cli.megatron_args.training_command import NOTHING, MegatronTrainingCommand, find_training_command
@@ -113,7 +113,7 @@ def translate_launch_script(
         draft.add_line_remark(line, text)
     _note_differences(draft)
     draft.note_untranslated_flags()
-    return RunYamlTranslation(draft.run, draft.collect_notes, draft.origins, _launch(launch, draft))
+    return RunYamlTranslation(draft.run, draft.collect_translation_notes, draft.origins, _launch(launch, draft))
 
 
 def _refuse_vision(launch: MegatronTrainingCommand) -> None:
@@ -132,7 +132,7 @@ def _refuse_vision(launch: MegatronTrainingCommand) -> None:
 def _deepspeed_file(given: MegatronCommandSettings, launch: MegatronTrainingCommand) -> DeepSpeedConfigValues:
     values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
     text = launch.file(values[0]) if values else None
-    found = read_deepspeed_file(format_unknown_placeholders(values[0]), text) if text is not None else None
+    found = parse_deepspeed_config(format_unknown_placeholders(values[0]), text) if text is not None else None
     return found or DeepSpeedConfigValues()
 
 

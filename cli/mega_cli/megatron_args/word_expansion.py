@@ -10,14 +10,14 @@ from tree_sitter import Node
 
 from mega_cli.megatron_args.arithmetic import evaluate_bash_arithmetic
 from mega_cli.megatron_args.brace_expansion import expand_shell_braces
-from mega_cli.megatron_args.script_variables import ScriptVariables
-from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, convert_pieces_to_shell_pattern
+from mega_cli.megatron_args.script_variables import ShellScriptVariables
+from mega_cli.megatron_args.shell_patterns import apply_shell_parameter_expansion, convert_pieces_to_shell_pattern
 from mega_cli.megatron_args.shell_words import (
     MARK,
     WORD,
     ShellWord,
     WordPiece,
-    is_unset_parameter,
+    is_unset_shell_parameter,
     make_unknown_placeholder,
     split_on_separators,
 )
@@ -30,7 +30,7 @@ ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\
 
 
 @dataclass
-class ShellWordExpander(ScriptVariables):
+class ShellWordExpander(ShellScriptVariables):
     """Expansion of a shell script's words with the values of its variables.
 
     Attributes:
@@ -43,7 +43,7 @@ class ShellWordExpander(ScriptVariables):
         """Return the words that a word of the shell script expands to: none, one or several.
         The word is given as adjacent syntax nodes.
         """
-        pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
+        pieces = [piece for node in nodes for piece in self.expand_to_pieces(node)]
         return [
             word for part in expand_shell_braces(pieces, self.budget.spend_characters) for word in self._split(part)
         ]
@@ -54,11 +54,13 @@ class ShellWordExpander(ScriptVariables):
         """
         starred = any(STARRED.search(get_node_source_text(node)) for node in nodes)
         joint = self.field_separators[:1] if starred else " "
-        return "".join(joint if piece is None else piece.text for node in nodes for piece in self.expand_pieces(node))
+        return "".join(
+            joint if piece is None else piece.text for node in nodes for piece in self.expand_to_pieces(node)
+        )
 
     def expand_to_shell_pattern(self, *nodes: Node) -> str:
         """Return the expansion of a shell word as a shell pattern, with its quoted parts literal."""
-        return convert_pieces_to_shell_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
+        return convert_pieces_to_shell_pattern([piece for node in nodes for piece in self.expand_to_pieces(node)])
 
     def expand_node_source(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
         """Return the source of a syntax node of a shell script, with variables expanded.
@@ -67,7 +69,7 @@ class ShellWordExpander(ScriptVariables):
         pieces = self.expand_node_range(node, quote, start, len(node.text or b"") - cut)
         return "".join(" " if piece is None else piece.text for piece in pieces)
 
-    def expand_quoted(self, text: str) -> str:
+    def expand_double_quoted_text(self, text: str) -> str:
         """Return a text with its variables and substitutions expanded, as between double quotes."""
         node = parse_shell_script(f'"{text}"')
         return (
@@ -116,7 +118,7 @@ class ShellWordExpander(ScriptVariables):
                     before = current or ShellWord("", piece.line)
                     current = ShellWord(before.text + part, before.line if before.text else piece.line)
 
-    def expand_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
+    def expand_to_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
         """Return the expanded quoted and unquoted pieces of a shell word.
         The word may also be the text between its double quotes. None separates words.
         """
@@ -156,14 +158,14 @@ class ShellWordExpander(ScriptVariables):
             if child.type in EXPANSIONS:  # their first token includes the blanks before it
                 first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
             yield from self._unescape_text(source[start:first].decode(), quote, node)
-            yield from self._expand_operand(child) if child.type == "regex" else self.expand_pieces(child, quote)
+            yield from self._expand_operand(child) if child.type == "regex" else self.expand_to_pieces(child, quote)
             start = last
         yield from self._unescape_text(source[start:end].decode(), quote, node)
 
     def _expand_operand(self, node: Node) -> list[WordPiece | None]:
         """Return the pattern in `${NAME%pattern}`, which the parser does not parse."""
         value = parse_shell_script("x=" + get_node_source_text(node)).named_children[0].child_by_field_name("value")
-        return self.expand_pieces(value) if value else []
+        return self.expand_to_pieces(value) if value else []
 
     def _unescape_text(self, source: str, quote: str, node: Node) -> Iterator[WordPiece]:
         """Return text of the script with its escapes resolved."""
@@ -281,7 +283,7 @@ class _ParameterExpansion:
             return self._slice(values, "".join(piece.text for piece in pieces if piece), name)
         return [
             self._changed(
-                value, apply_parameter_expansion(value.text, operator, pieces, self.words.budget.spend_characters)
+                value, apply_shell_parameter_expansion(value.text, operator, pieces, self.words.budget.spend_characters)
             )
             for value in values
         ]
@@ -332,7 +334,9 @@ class _ParameterExpansion:
     ) -> list[ShellWord] | tuple[WordPiece | None, ...]:
         """Return the value of `${NAME:-default}` and similar. A variable that the script does not set counts as unset."""
         text = "".join(word.text for word in values)
-        unset = is_unset_parameter(text) or (not text and (operator[0] == ":" or self.words.get_variable(name) is None))
+        unset = is_unset_shell_parameter(text) or (
+            not text and (operator[0] == ":" or self.words.get_variable(name) is None)
+        )
         if operator[-1] == "?" or unset == (operator[-1] == "+"):
             return [] if operator[-1] == "+" else values
         if operator[-1] == "=":

@@ -37,7 +37,7 @@ def set_parallel_sizes(given: ForeignSettingsFile, split: ModelParallelSizes, or
         given.set_key(f"parallel.{key}", size if size > 1 else None, origin)
 
 
-def count_data_ranks(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
+def compute_data_parallel_size(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
     """Return the number of data-parallel ranks, or None if the number of ranks is unknown.
 
     Raises:

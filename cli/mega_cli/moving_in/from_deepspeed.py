@@ -18,7 +18,7 @@ from mega_cli.megatron_args.run_draft import NoteKind
 from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_cli.moving_in.batch_and_layout import (
     ModelParallelSizes,
-    count_data_ranks,
+    compute_data_parallel_size,
     set_batch_sizes,
     set_optimizer_offload,
     set_parallel_sizes,
@@ -260,7 +260,7 @@ def _set_batch(given: ForeignSettingsFile, ranks: int | None) -> None:
     data_ranks = given.take_integer("data_parallel_size")
     if data_ranks is not None and ranks is None:
         ranks = data_ranks * split.ranks_per_model
-    data_ranks = count_data_ranks(given, ranks, split)
+    data_ranks = compute_data_parallel_size(given, ranks, split)
     micro, whole = given.take_integer("train_micro_batch_size_per_gpu"), given.take_integer("train_batch_size")
     accumulation = given.take_integer("gradient_accumulation_steps")
     if whole is not None:

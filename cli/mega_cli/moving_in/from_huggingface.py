@@ -13,7 +13,7 @@ from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_cli.moving_in.batch_and_layout import (
     WEIGHTS_STAY,
     ModelParallelSizes,
-    count_data_ranks,
+    compute_data_parallel_size,
     set_batch_sizes,
     set_fsdp_offload,
     set_optimizer_offload,
@@ -198,7 +198,7 @@ def translate_hf_training_args(path: Path, ranks: int | None = None) -> RunYamlT
     include_deepspeed_file(given)
     split = read_model_parallel_sizes(given)
     ranks = read_world_size(given, ranks, split)
-    _set_batch(given, dialect, count_data_ranks(given, ranks, split))
+    _set_batch(given, dialect, compute_data_parallel_size(given, ranks, split))
     given.copy_settings(SAME)
     clips_by_default = dialect.program not in ("transformers", "TRL") or not given.has_key("max_grad_norm")
     if not clips_by_default and given.get_run_yaml_value("optimizer.clip_grad") is None:

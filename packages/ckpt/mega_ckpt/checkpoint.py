@@ -128,10 +128,10 @@ class Checkpoint:
         box = TensorBox(offset, torch.empty(shape, dtype=self.tensor_dtype(key)))
         for chunk in self.tensor_entry(key).chunks:
             if compute_slice_overlap(offset, shape, chunk.offset, chunk.shape):
-                copy_overlap(box, TensorBox(chunk.offset, self.map_chunk(key, chunk)))
+                copy_overlap(box, TensorBox(chunk.offset, self.mmap_tensor_chunk(key, chunk)))
         return box.tensor
 
-    def map_chunk(self, key: str, chunk: TensorChunk) -> Tensor:
+    def mmap_tensor_chunk(self, key: str, chunk: TensorChunk) -> Tensor:
         """Return one stored chunk of a tensor as a memory-mapped view of its file, without a copy.
 
         Raises:

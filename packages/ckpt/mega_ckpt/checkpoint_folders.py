@@ -123,7 +123,7 @@ class RenameCommitter:
 
     def remove_checkpoint(self, folder: Location) -> None:
         """Delete a checkpoint: hide it by one durable rename, then delete its files."""
-        trash = self._hidden_path(step_from_path(folder), "trash")
+        trash = self._hidden_path(parse_checkpoint_step(folder), "trash")
         os.rename(self._root / folder.name, trash)
         fsync_directory(self._root)
         self.discard_save(trash)
@@ -139,7 +139,7 @@ class RenameCommitter:
             shutil.rmtree(path)
         for path in complete:
             if _REPLACED.fullmatch(path.name):
-                os.rename(path, get_checkpoint_step_folder(self._root, step_from_path(path)))
+                os.rename(path, get_checkpoint_step_folder(self._root, parse_checkpoint_step(path)))
                 fsync_directory(self._root)
         return left
 
@@ -172,7 +172,7 @@ class ManifestCommitter:
         """Return the folders below the root that are named like checkpoints, sorted by step.
         Folders without a manifest are included.
         """
-        return sorted(self._folders(), key=step_from_path)
+        return sorted(self._folders(), key=parse_checkpoint_step)
 
     def begin_save(self, step: int) -> Location:
         """Return a new unique path for the files of the checkpoint of `step`; nothing is created."""
@@ -262,7 +262,7 @@ def get_checkpoint_step_folder(root: P, step: int) -> P:
     return root / f"step-{step:08d}"
 
 
-def step_from_path(path: Location) -> int:
+def parse_checkpoint_step(path: Location) -> int:
     """Return the step number in the name of a checkpoint folder (`step-<8 digits>`)."""
     match = _COMMITTED.search(path.name)
     assert match, f"{path} is not the folder of a checkpoint"
@@ -334,7 +334,7 @@ def delete_old_checkpoints(
     deleted = [
         path
         for path in old
-        if step_from_path(path) != best and not (keep_every and step_from_path(path) % keep_every == 0)
+        if parse_checkpoint_step(path) != best and not (keep_every and parse_checkpoint_step(path) % keep_every == 0)
     ]
     for path in deleted:
         get_checkpoint_committer(root).remove_checkpoint(path)
@@ -345,7 +345,7 @@ def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
     """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none.
     Damaged checkpoints are left out.
     """
-    return next((path for path in reversed(list_checkpoints(root)) if step_from_path(path) <= step), None)
+    return next((path for path in reversed(list_checkpoints(root)) if parse_checkpoint_step(path) <= step), None)
 
 
 @convert_os_errors_to_checkpoint_errors()
@@ -353,7 +353,7 @@ def delete_checkpoints_after_step(root: Location, step: int) -> list[Location]:
     """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back.
     Returns their paths. Call it on one rank.
     """
-    deleted = [path for path in get_checkpoint_committer(root).list_candidates() if step_from_path(path) > step]
+    deleted = [path for path in get_checkpoint_committer(root).list_candidates() if parse_checkpoint_step(path) > step]
     for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
         get_checkpoint_committer(root).remove_checkpoint(path)
     return deleted
@@ -369,7 +369,7 @@ def remove_leftovers(root: Location) -> Sequence[Location]:
 
 def _check_step(path: Location) -> None:
     step = Manifest.read_from_folder(path).step
-    if step != step_from_path(path):
+    if step != parse_checkpoint_step(path):
         raise CheckpointError(f"{path}: the folder name conflicts with step {step} in its manifest")
 
 

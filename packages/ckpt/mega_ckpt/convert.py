@@ -22,7 +22,7 @@ from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.checkpoint_folders import convert_os_errors_to_checkpoint_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
 from mega_ckpt.families import ModelFamily
-from mega_ckpt.formats.disk_source import DiskSource
+from mega_ckpt.formats.disk_source import DiskWeightSource
 from mega_ckpt.formats.gguf_file import SUFFIX
 from mega_ckpt.formats.gguf_write import plan_gguf_folder, write_gguf_folder
 from mega_ckpt.formats.hf_source import HfSource
@@ -30,7 +30,11 @@ from mega_ckpt.formats.hf_write import METADATA, plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.megatron_dist_write import write_megatron_dist_checkpoint
 from mega_ckpt.formats.megatron_legacy_write import write_megatron_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_write import MegatronWriteInput, check_megatron_parallel_sizes, write_release_folder
+from mega_ckpt.formats.megatron_write import (
+    MegatronWriteInput,
+    check_megatron_parallel_sizes,
+    write_megatron_release_folder,
+)
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
 from mega_ckpt.formats.quantized_parts import Calibration
@@ -49,7 +53,7 @@ from mega_ckpt.source import (
 )
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
-from mega_ckpt.stream_checkpoint import split_into_contiguous_slices, write_weights
+from mega_ckpt.stream_checkpoint import split_into_contiguous_slices, write_weights_as_checkpoint
 from mega_ckpt.weight_source import ConvertedTrainingState, OptimizerNotConverted, WeightSource, choose_cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
@@ -140,14 +144,14 @@ def convert_checkpoint(
     if to == "megatron":
         _prepare_megatron(weights, options)  # before anything is written
     training = _read_training_state(weights, options) if to == "mega" else None
-    quantization = weights.quantization if isinstance(weights, DiskSource) else None
+    quantization = weights.quantization if isinstance(weights, DiskWeightSource) else None
     if quantization:
         result = "their values are quantized again" if options.quantize else "the output is not"
         logger.info("the weights of %s are quantized (%s); %s", source, quantization, result)
     with open_resumable_folder(final, _conversion_identity(source, to, options)) as journal:
         try:
             if to == "mega":
-                write_weights(
+                write_weights_as_checkpoint(
                     weights, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal,
                     provenance={"quantised": quantization} if quantization else None,
                 )  # fmt: skip
@@ -338,7 +342,7 @@ def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions,
     writing = _prepare_megatron(source, options)
     with ProgressBar("writing Megatron", total=writing.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
-        write_release_folder(
+        write_megatron_release_folder(
             writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once
         )
 

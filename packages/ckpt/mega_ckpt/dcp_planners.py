@@ -326,7 +326,7 @@ class ShardStorageReader(StorageReader):
         last, read = None, torch.empty(0)
         for *_, chunk, item in sorted(located, key=lambda found: found[:2]):
             if chunk is not last:  # boxes of one chunk are consecutive
-                last, read = chunk, checkpoint.map_chunk(item.storage_index.fqn, chunk)
+                last, read = chunk, checkpoint.mmap_tensor_chunk(item.storage_index.fqn, chunk)
             source = read
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)

@@ -23,7 +23,7 @@ from mega_ckpt.families import is_equivalent_config
 from mega_ckpt.lora_adapter import is_adapter_checkpoint
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.source import MegaWeightSource, open_weight_source, resolve_run_to_checkpoint
-from mega_ckpt.stream_checkpoint import write_weights
+from mega_ckpt.stream_checkpoint import write_weights_as_checkpoint
 from mega_common.atomic_files import create_atomic_folder
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -44,7 +44,7 @@ def copy_checkpoint_without_training_state(source: str | Location, destination: 
         CheckpointError: when the source is not a complete mega checkpoint or is damaged, or `destination` exists. No files
             are left then.
     """
-    with create_output_folder(destination) as folder:
+    with create_new_checkpoint_folder(destination) as folder:
         checkpoint = Checkpoint.open_folder(resolve_run_to_checkpoint(source))
         if is_adapter_checkpoint(checkpoint):
             raise CheckpointError(
@@ -54,7 +54,7 @@ def copy_checkpoint_without_training_state(source: str | Location, destination: 
         source_weights = MegaWeightSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_non_model_groups(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
-        write_weights(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)
+        write_weights_as_checkpoint(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
 @convert_os_errors_to_checkpoint_errors()
@@ -80,7 +80,7 @@ def average_checkpoints(
             then.
     """
     shares = _normalize_weights(len(sources), weights)
-    with create_output_folder(destination) as folder:
+    with create_new_checkpoint_folder(destination) as folder:
         opened = [open_weight_source(path) for path in sources]
         for path, source in zip(sources[1:], opened[1:], strict=True):
             _check_same_model(opened[0].model, source.model, sources[0], path)
@@ -96,7 +96,7 @@ def average_checkpoints(
             {"source": str(resolve_run_to_checkpoint(path)), "weight": share}
             for path, share in zip(sources, shares, strict=True)
         ]
-        write_weights(opened[0], folder, "averaging", read=weighted_mean, provenance={"average": note})
+        write_weights_as_checkpoint(opened[0], folder, "averaging", read=weighted_mean, provenance={"average": note})
 
 
 def _non_model_groups(checkpoint: Checkpoint) -> set[str]:
@@ -142,7 +142,7 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 
 
 @contextlib.contextmanager
-def create_output_folder(destination: str | Location) -> Iterator[Location]:
+def create_new_checkpoint_folder(destination: str | Location) -> Iterator[Location]:
     """Context manager that yields a temporary folder to fill with a new checkpoint.
     The folder is renamed to `destination` on success and removed on error.
     """

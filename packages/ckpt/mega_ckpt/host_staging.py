@@ -24,7 +24,7 @@ class HostStaging:
         """Copy this rank's slices of sharded tensors to host memory and return the copies.
         The next call overwrites them.
         """
-        need = staging_bytes(tensors)
+        need = compute_staging_buffer_size(tensors)
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = allocate_host_memory(need, pinned=is_on_cuda(tensors))
@@ -35,7 +35,7 @@ def copy_sharded_tensors_to_buffer(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> dict[str, ShardedTensor]:
     """Copy this rank's slices of sharded tensors into `buffer` and return the copies.
-    The buffer is uint8 [at least `staging_bytes`] in host memory. The call waits for the device once, after all copies
+    The buffer is uint8 [at least `compute_staging_buffer_size`] in host memory. The call waits for the device once, after all copies
     have started.
     """
     out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
@@ -55,7 +55,7 @@ def is_on_cuda(tensors: Mapping[str, ShardedTensor]) -> bool:
     return any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
 
 
-def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
+def compute_staging_buffer_size(tensors: Mapping[str, ShardedTensor]) -> int:
     """Return the size in bytes of a host buffer for a copy of this rank's slices of `tensors`, each aligned."""
     return sum(_aligned_bytes(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
 
@@ -64,7 +64,7 @@ def iterate_buffer_views(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
     """Yield each slice of sharded tensors with its tensor's key and a view of `buffer` for it.
-    The buffer is uint8 [at least `staging_bytes`]; a view is shaped like the slice. Nothing is copied.
+    The buffer is uint8 [at least `compute_staging_buffer_size`]; a view is shaped like the slice. Nothing is copied.
     """
     start = 0
     for key, sharded in tensors.items():

@@ -87,7 +87,7 @@ class SavedAdapter:
         modules: the adapted projections.
         shapes: shapes of the adapter's tensors, and of tensors that replace those of the base, by canonical name.
         read_tensor_slice: reads a rectangle of one of them, by name, offset and shape.
-        base_fingerprint: path and digest of the base, as returned by `fingerprint_base`; empty or partial if unknown.
+        base_fingerprint: path and digest of the base, as returned by `fingerprint_base_model`; empty or partial if unknown.
         unties_embeddings: the adapter has a separate output layer for a base with tied embeddings.
         tokenizer: files of the adapter's tokenizer, which replaces that of the base; may be empty.
     """
@@ -281,7 +281,7 @@ def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> T
     return norms
 
 
-def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
+def fingerprint_base_model(path: str, source: WeightSource) -> dict[str, str]:
     """Return the identity of a LoRA adapter's base model.
     It has the model's `path`, and a `digest` of the names, shapes, dtypes and first elements of its tensors.
     """
@@ -296,10 +296,10 @@ def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
 
 
 def check_adapter_base(saved: Mapping[str, str] | None, given: Mapping[str, str], where: str) -> None:
-    """Reject a base model other than the one that an adapter was trained on, by the digests of `fingerprint_base`.
+    """Reject a base model other than the one that an adapter was trained on, by the digests of `fingerprint_base_model`.
 
     Raises:
-        CheckpointError: when the digests of `fingerprint_base` differ.
+        CheckpointError: when the digests of `fingerprint_base_model` differ.
     """
     if saved and saved.get("digest") and saved["digest"] != given["digest"]:
         raise CheckpointError(

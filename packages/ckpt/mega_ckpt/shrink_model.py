@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.derive_checkpoint import create_output_folder
-from mega_ckpt.stream_checkpoint import write_weights
+from mega_ckpt.derive_checkpoint import create_new_checkpoint_folder
+from mega_ckpt.stream_checkpoint import write_weights_as_checkpoint
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import ConfigError
@@ -162,9 +162,11 @@ def shrink_model(
     """
     kept = select_parts_to_keep(importance, source.model, shrunk_config(source.model, sizes))
     smaller = shrunk_config(source.model, sizes, kept.layers.tolist())
-    with create_output_folder(destination) as folder:
+    with create_new_checkpoint_folder(destination) as folder:
         note = {**asdict(sizes), "layers": kept.layers.tolist()}
-        write_weights(ShrunkSource(source, smaller, kept), folder, "shrinking", provenance={"shrunk": note})
+        write_weights_as_checkpoint(
+            ShrunkSource(source, smaller, kept), folder, "shrinking", provenance={"shrunk": note}
+        )
     return kept
 
 

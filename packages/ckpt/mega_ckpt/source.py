@@ -19,7 +19,7 @@ from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
 from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf_file
 from mega_ckpt.formats.gguf_source import GgufSource
-from mega_ckpt.formats.hf_source import CONFIG, HfSource, has_weight_files, load_hf_config, warn_of_unread_keys
+from mega_ckpt.formats.hf_source import CONFIG, HfSource, has_weight_files, load_hf_config, warn_of_unread_config_keys
 from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_mapping
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
@@ -32,7 +32,7 @@ from mega_ckpt.lora_adapter import (
     check_adapter_base,
     compute_row_norms,
     find_ema_weight_names,
-    fingerprint_base,
+    fingerprint_base_model,
     is_adapter_checkpoint,
 )
 from mega_ckpt.lora_tensors import MAGNITUDE, AdaptedModule
@@ -96,7 +96,7 @@ class MegaWeightSource:
         for chunk in self.checkpoint.tensor_entry(key).chunks:
             starts = [o - c for o, c in zip(offset, chunk.offset, strict=True)]
             if all(s >= 0 and s + n <= m for s, n, m in zip(starts, shape, chunk.shape, strict=True)):
-                return crop_tensor(self.checkpoint.map_chunk(key, chunk), starts, shape)
+                return crop_tensor(self.checkpoint.mmap_tensor_chunk(key, chunk), starts, shape)
         return self.checkpoint.read_tensor(key, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
@@ -245,7 +245,7 @@ def open_weights_with_adapter(
             else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",
         )
     adapter = SavedAdapter.from_checkpoint(checkpoint, averaged=averaged)
-    check_adapter_base(adapter.base_fingerprint, fingerprint_base(str(base), base_source), str(folder))
+    check_adapter_base(adapter.base_fingerprint, fingerprint_base_model(str(base), base_source), str(folder))
     return AdaptedWeightSource(base_source, adapter)
 
 
@@ -292,7 +292,7 @@ def read_model_config(
         return source.model
     _, model, unread = load_hf_config(config, families=families)
     if warn:
-        warn_of_unread_keys(config, unread, model)
+        warn_of_unread_config_keys(config, unread, model)
     return model
 
 
@@ -306,7 +306,7 @@ def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -
         training: a training run starts from them; its checkpoints lack these parts.
     """
     if isinstance(source, HfSource):
-        warn_of_unread_keys(source.folder / CONFIG, source.unread, source.model)
+        warn_of_unread_config_keys(source.folder / CONFIG, source.unread, source.model)
     effect = (
         "neither trained nor saved with the run" if training else "copied by a conversion, but neither run nor trained"
     )

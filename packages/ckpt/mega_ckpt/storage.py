@@ -192,7 +192,7 @@ class _MappedFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
-        return map_file_range(self._file, begin, end, whole=whole)
+        return mmap_file_range(self._file, begin, end, whole=whole)
 
 
 class _RemoteObjectWriter:
@@ -257,7 +257,7 @@ def regular_file_size(folder: Path, name: str) -> int:
     return found.st_size
 
 
-def map_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
+def mmap_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
     """Return bytes [begin, end) of a file as a private memory map, uint8.
     Bytes are read when used and released with the tensor. `whole` is a hint that all of them will be used.
 

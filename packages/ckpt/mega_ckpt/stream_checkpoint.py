@@ -93,7 +93,7 @@ def write_checkpoint(
     put_manifest(folder, manifest)
 
 
-def write_weights(
+def write_weights_as_checkpoint(
     source: WeightSource,
     folder: Location,
     title: str,

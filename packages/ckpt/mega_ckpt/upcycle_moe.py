@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.derive_checkpoint import create_output_folder
+from mega_ckpt.derive_checkpoint import create_new_checkpoint_folder
 from mega_ckpt.source import open_weight_source, resolve_run_to_checkpoint
-from mega_ckpt.stream_checkpoint import write_weights
+from mega_ckpt.stream_checkpoint import write_weights_as_checkpoint
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import ConfigError
@@ -60,8 +60,10 @@ def upcycle_to_moe(
     dense = open_weight_source(source)
     model = upcycled_config(dense.model, experts=experts, top_k=top_k, expert_ffn=expert_ffn, aux_loss=aux_loss)
     note = {"source": str(resolve_run_to_checkpoint(source)), "experts": experts, "top_k": top_k, "seed": seed}
-    with create_output_folder(destination) as folder:
-        write_weights(UpcycledSource(dense, model, seed), folder, "upcycling", provenance={"upcycled": note})
+    with create_new_checkpoint_folder(destination) as folder:
+        write_weights_as_checkpoint(
+            UpcycledSource(dense, model, seed), folder, "upcycling", provenance={"upcycled": note}
+        )
 
 
 def upcycled_config(

@@ -105,7 +105,7 @@ def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[
     found = []
     for key, chunk in checkpoint.chunks_in_file(name):
         try:
-            checkpoint.map_chunk(key, chunk)
+            checkpoint.mmap_tensor_chunk(key, chunk)
         except CheckpointError as error:
             found.append(error.message)
     if not found and digest.hexdigest() != entry.checksum:

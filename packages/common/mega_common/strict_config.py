@@ -1,7 +1,7 @@
 """Strict configuration sections: unknown keys are errors, and all problems are reported at once with value and fix.
 
 A configuration is a tree of `StrictConfig` models. `parse` validates a plain mapping (for example from YAML) and raises
-one `ConfigError` that lists all problems; before that, `apply_overrides` applies `--set a.b=c` to the mapping.
+one `ConfigError` that lists all problems; before that, `apply_config_overrides` applies `--set a.b=c` to the mapping.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
     return raw
 
 
-def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_config_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of the configuration `raw` with each override `a.b=value` applied.
     Values are parsed as YAML, and missing sections are created.
 

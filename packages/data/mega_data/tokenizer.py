@@ -53,7 +53,7 @@ class TextPiece(NamedTuple):
     lead: str = ""
 
 
-class TextCut(NamedTuple):
+class TextSegmentBoundary(NamedTuple):
     """Position where one segment of a long text ends and the next begins, and the text before it.
     The preceding text (`lead`) is put before the next segment so that it encodes as in the whole text.
     """
@@ -177,7 +177,9 @@ class Tokenizer:
         """Return the token ids that `text` has directly after the text `lead`, without the tokens of `lead`."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
-    def _find_exact_cut(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
+    def _find_exact_cut(
+        self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64
+    ) -> TextSegmentBoundary | None:
         """Return a cut that keeps all tokens of the whole text, or None."""
         for match, _ in zip(CUT_CANDIDATES.finditer(text, low, high), range(tries), strict=False):
             end = match.end()
@@ -187,10 +189,10 @@ class Tokenizer:
                 for lead in leads:
                     second = self.encode_after_text(lead, right)  # empty if lead and text are one unknown word
                     if second and whole == first + second:
-                        return TextCut(end, begin, lead)
+                        return TextSegmentBoundary(end, begin, lead)
         return None
 
-    def _find_rough_cut(self, text: str, low: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
+    def _find_rough_cut(self, text: str, low: int, leads: Sequence[str], tries: int = 64) -> TextSegmentBoundary | None:
         """Return a cut that keeps at least the decoded text, or None."""
         for cut in range(low, min(low + tries, len(text))):
             left, right = text[max(cut - WINDOW, 0) : cut], text[cut : cut + WINDOW]
@@ -198,7 +200,7 @@ class Tokenizer:
             for lead in leads:
                 second = self.encode_after_text(lead, right)
                 if second and whole == self.decode(first + second):
-                    return TextCut(cut, cut, lead)
+                    return TextSegmentBoundary(cut, cut, lead)
         return None
 
 

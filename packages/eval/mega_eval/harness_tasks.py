@@ -32,7 +32,7 @@ from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_eval.multi_rank_inference import ModelReplicas
 from mega_eval.sampling import Sampling
-from mega_eval.score import ContextContinuation, split_into_windows
+from mega_eval.score import ContextContinuation, split_into_scoring_windows
 from mega_eval.text_stream import GenerationLimits
 
 NEW_TOKENS = 256  # default of tasks without max_gen_toks, as in the harness
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of the whole text of each request, of any length, as the sum over windows."""
         texts = [
-            split_into_windows(self.tok_encode(request.args[0]), self.prefix_token_id or 0, self.max_length)
+            split_into_scoring_windows(self.tok_encode(request.args[0]), self.prefix_token_id or 0, self.max_length)
             for request in requests
         ]
         owners = [owner for owner, pairs in enumerate(texts) for _ in pairs]
@@ -176,7 +176,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         # the harness's KEY=VALUE,... has no nested settings
         own = {key.partition(".")[2]: rest.pop(key) for key in list(rest) if key.startswith("sampler_options.")}
         rest |= {"sampler_options": own} if own else {}
-        sampling = Sampling.parse(rest, source="generation_kwargs of the task").bind_sampler(self._samplers)
+        sampling = Sampling.parse(rest, source="generation_kwargs of the task").bind_token_sampler(self._samplers)
         limits = GenerationLimits(new, tuple(stops), self.ends)
         longest = self.max_length - (0 if self.has_encoder else new)
         found = self.replicas.generate_completions(contexts, longest, limits, sampling)

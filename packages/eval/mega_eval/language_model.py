@@ -140,7 +140,7 @@ class LanguageModel:
             ConfigError: when a setting is unknown or invalid.
         """
         own = {**self.settings, "min_length_ends": sorted(self.ends)}
-        return Sampling.parse({**own, **settings}, source="sampling").bind_sampler(self.samplers)
+        return Sampling.parse({**own, **settings}, source="sampling").bind_token_sampler(self.samplers)
 
     def generate(
         self,

@@ -29,7 +29,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import ALL, BandMask, PagedAttentionName, VisiblePagedKeys
 from mega_trainer.kernels.flash_attention import supports_flash_head_size
-from mega_trainer.kernels.paged_attention import flash_page_size
+from mega_trainer.kernels.paged_attention import get_flash_page_size
 from mega_trainer.model.forward_context import AttendFunction, CacheAttentionFunction, RecurrenceFunction
 
 PAGE = 16  # tokens per page, unless the attention kernel requires more
@@ -199,7 +199,7 @@ class RequestTokenSpan:
         return [self.pages[position // size] * size + position % size for position in positions]
 
     @cached_property
-    def slot_runs(self) -> list[SlotRun]:
+    def contiguous_slot_runs(self) -> list[SlotRun]:
         """Runs of contiguous cache slots of all the row's tokens in order; adjacent pages form one run."""
         return _page_slot_runs(self.pages, self.total, self.page_size)
 
@@ -224,7 +224,7 @@ class RequestTokenSpan:
         `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
         """
         first = self.first_visible_position(window, chunked=chunked)
-        return _last_slots(self.slot_runs, self.total - first) if first else self.slot_runs
+        return _last_slots(self.contiguous_slot_runs, self.total - first) if first else self.contiguous_slot_runs
 
 
 def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
@@ -235,7 +235,7 @@ def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dty
         and config.position not in ("alibi", "relative")
         and supports_flash_head_size(config.query_key_head_dim)
     )
-    return (flash_page_size(device, dtype) if fused else None) or PAGE
+    return (get_flash_page_size(device, dtype) if fused else None) or PAGE
 
 
 class PagedCache:

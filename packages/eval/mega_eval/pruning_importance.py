@@ -69,10 +69,14 @@ def accumulate_importance(model: Decoder, windows: Iterable[Tensor]) -> PartImpo
             down, out = layer.feed.work.down, layer.mixer.work.out
             assert isinstance(down, nn.Module)
             assert isinstance(out, nn.Module)
-            stack.enter_context(capture_inputs(down, partial(_add_absolute, add_activations, f"neurons {index}")))
-            stack.enter_context(capture_inputs(out, partial(_add_head_norms, add_activations, f"heads {index}", size)))
+            stack.enter_context(
+                capture_module_inputs(down, partial(_add_absolute, add_activations, f"neurons {index}"))
+            )
+            stack.enter_context(
+                capture_module_inputs(out, partial(_add_head_norms, add_activations, f"heads {index}", size))
+            )
             for half in (layer.mixer, layer.feed):
-                stack.enter_context(capture_inputs(half, partial(_add_absolute, add_activations, "channels")))
+                stack.enter_context(capture_module_inputs(half, partial(_add_absolute, add_activations, "channels")))
         changed = torch.zeros(len(model.layers), dtype=torch.float64)
         for tokens in windows:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -98,7 +102,7 @@ def _add_head_norms(add: Callable[[str, Tensor], None], name: str, size: int, x:
 
 
 @contextmanager
-def capture_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Any:
+def capture_module_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Any:
     """Call `callback` with the input of `module` on every forward inside the `with` block."""
     handle = module.register_forward_pre_hook(lambda _, inputs: callback(inputs[0]))
     try:

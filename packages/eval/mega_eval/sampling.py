@@ -108,7 +108,7 @@ class Sampling(StrictConfig):
     sampler_options: dict[str, Any] = Field({}, description="settings of `sampler`")
     _bound_sampler: BoundSampler | None = PrivateAttr(None)
 
-    def bind_sampler(self, samplers: Mapping[str, Sampler]) -> Sampling:
+    def bind_token_sampler(self, samplers: Mapping[str, Sampler]) -> Sampling:
         """Return the settings of token sampling with the function of an extension that their `sampler` names.
 
         Raises:
@@ -132,7 +132,7 @@ class Sampling(StrictConfig):
         """Function of the sampler, or None without one.
 
         Raises:
-            ConfigError: when the settings name a sampler, and `bind_sampler` was not called.
+            ConfigError: when the settings name a sampler, and `bind_token_sampler` was not called.
         """
         if self.sampler is not None and self._bound_sampler is None:
             raise ConfigError(f"sampler = {self.sampler!r:.60} is not supported here", hint="leave out sampler")

@@ -155,7 +155,7 @@ def score_continuations(
     return [found[number] for number in range(len(pairs))]
 
 
-def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[ContextContinuation]:
+def split_into_scoring_windows(tokens: Sequence[int], prefix: int, length: int) -> list[ContextContinuation]:
     """Split a text of any length into (context, continuation) pairs whose log-likelihoods add up to the text's.
     Each token is predicted once, with the longest possible context.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mega_trainer.distributed.comm import all_gather
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parameter_info import get_parameter_info
@@ -47,7 +47,7 @@ class PipelineDecoder(Decoder):
             last_stage_layers=config.last_stage_layers,
         )
         self._own = own or {pp.rank: stages[pp.rank]}
-        super().__init__(build, StageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
+        super().__init__(build, PipelineStageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for layers in self._own.values() for index in layers
         )

@@ -18,7 +18,7 @@ from mega_common.progress_logging import ProgressBar
 from mega_data.blended_dataset import SequentialDataset, open_sequential_dataset
 from mega_eval.model_loading import load_inference_model
 from mega_eval.perplexity_comparison import encode_text_file
-from mega_eval.pruning_importance import capture_inputs
+from mega_eval.pruning_importance import capture_module_inputs
 from mega_trainer.parallel.parameter_info import get_parameter_info
 from mega_trainer.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -93,7 +93,7 @@ class TextCalibration:
                 moments: dict[nn.Module, Tensor] = {}
                 with ExitStack() as stack:
                     for module in weights:
-                        stack.enter_context(capture_inputs(module, partial(_add_moments, moments, module)))
+                        stack.enter_context(capture_module_inputs(module, partial(_add_moments, moments, module)))
                     hidden = [layer(x, model.make_forward_context(at)) for x, at in zip(hidden, positions, strict=True)]
                 yield from ((weights[module], moments.pop(module)) for module in list(moments))
                 bar.advance(1)

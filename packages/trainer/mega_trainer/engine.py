@@ -47,7 +47,7 @@ from mega_trainer.run.build_components import connect_parallel_groups, get_compu
 from mega_trainer.run.train_state import load_stage_weights
 from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import build_training_state_and_executor
-from mega_trainer.run.weight_stream import NamedTensors, RankShareSource, stream_weight_buckets
+from mega_trainer.run.weight_stream import NamedTensors, RankShareWeightSource, stream_weight_buckets
 
 # Returns the scalar loss of the log-probabilities of sequences.
 LossFunction = Callable[[list[Tensor]], Tensor]
@@ -273,7 +273,9 @@ class TrainingEngine:
             CheckpointError: when no family supports the whole model.
         """
         self._state.optimizer.wait_for_params()
-        source = RankShareSource(self.config.model, self._state.stages, self._groups.world, self.device, self._assets)
+        source = RankShareWeightSource(
+            self.config.model, self._state.stages, self._groups.world, self.device, self._assets
+        )
         return stream_weight_buckets(source, bucket_bytes, family=family, dtype=dtype)
 
     def load_weights(self, path: str | Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_cli.megatron_args.brace_expansion import expand_shell_braces
-from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, search_extended_regex
+from mega_cli.megatron_args.shell_patterns import apply_shell_parameter_expansion, search_extended_regex
 from mega_cli.megatron_args.shell_words import CharacterBudget, WordPiece, make_unknown_placeholder, split_on_blanks
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError
@@ -83,7 +83,9 @@ def test_braces_expand_as_in_bash(word: str, made: str) -> None:
 )  # fmt: skip
 def test_patterns_cut_and_replace_as_in_bash(text: str, operator: str, pattern: str, kept: str) -> None:
     assert (
-        apply_parameter_expansion(text, operator, [WordPiece(pattern, "plain", 1)], CharacterBudget().spend_characters)
+        apply_shell_parameter_expansion(
+            text, operator, [WordPiece(pattern, "plain", 1)], CharacterBudget().spend_characters
+        )
         == kept
     )
 

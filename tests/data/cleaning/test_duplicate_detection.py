@@ -13,7 +13,7 @@ from mega_data.cleaning.duplicate_detection import (
     _find_roots,
     _join_clusters,
     compute_text_minhash_signatures,
-    estimate_similarity,
+    estimate_jaccard_similarity,
     find_first_exact_duplicates,
     find_first_near_duplicates,
     hash_texts,
@@ -69,7 +69,9 @@ class TestMinHash:
         steps = [words, [*"abcdefgh", *words[8:]], [*"abcdefgh", *words[8:270], *prose(random.Random(2), 30)]]
         found = compute_text_minhash_signatures([AnalyzedText(" ".join(step)) for step in steps], MinHashConfig())
         settings = MinHashConfig(threshold=0.78, bands=112, rows=1)
-        alike = [estimate_similarity(found, np.array([a]), np.array([b]))[0] for a, b in ((0, 1), (1, 2), (0, 2))]
+        alike = [
+            estimate_jaccard_similarity(found, np.array([a]), np.array([b]))[0] for a, b in ((0, 1), (1, 2), (0, 2))
+        ]
         assert min(alike[:2]) > 0.78 > alike[2]
         assert find_first_near_duplicates(found, settings, np.arange(3)).tolist() == [0, 0, 0]
 
@@ -82,7 +84,7 @@ class TestMinHash:
                 [AnalyzedText(" ".join(a)), AnalyzedText(" ".join(b))], MinHashConfig(bands=64, rows=8, ngram=1)
             )
             true = len({*a} & {*b}) / len({*a} | {*b})
-            assert estimate_similarity(found, np.array([0]), np.array([1]))[0] == pytest.approx(true, abs=0.07)
+            assert estimate_jaccard_similarity(found, np.array([0]), np.array([1]))[0] == pytest.approx(true, abs=0.07)
 
     def test_texts_of_few_or_no_words(self) -> None:
         texts = [AnalyzedText(text) for text in ("", "...", "two words", "Two words!", "", "other")]

@@ -18,7 +18,7 @@ from mega_data.cleaning.clean_run import clean_corpus
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.reports import html_report
 from mega_data.reports.html_report import (
-    count_duplicates,
+    count_duplicate_sequences,
     count_languages,
     count_near_duplicates,
     find_frequent_ngrams,
@@ -52,7 +52,7 @@ def test_duplicates_are_counted_with_their_tokens(tmp_path: Path) -> None:
     one, other = list(range(100)), list(range(200, 300))
     near = [*one[:50], 999, *one[51:]]
     reader = written(tmp_path / "d", one, other, one, near)
-    assert count_duplicates(reader, sample_sequences(reader)) == html_report.DuplicateCounts(
+    assert count_duplicate_sequences(reader, sample_sequences(reader)) == html_report.DuplicateCounts(
         of=4, exact=1, exact_tokens=100, sampled=4, near=2
     )
 

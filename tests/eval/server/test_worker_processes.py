@@ -26,7 +26,7 @@ from mega_eval.server import worker_processes
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.token_spelling import find_max_token_bytes
 from mega_eval.server.worker_processes import WorkerProcesses
-from mega_eval.server.worker_tasks import run_within_limits
+from mega_eval.server.worker_tasks import run_with_cpu_and_memory_limits
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
 END = "{% endfor %}{% endfor %}"
@@ -124,7 +124,7 @@ def test_a_lost_process_is_replaced_and_a_busy_machine_is_no_fault_of_the_reques
         assert (after := await to_process.run_sync(os.getpid)) != before
         excess = DataError("too much")
         with pytest.raises(DataError, match="too much"):
-            await workers._run_task(CapacityLimiter(1), excess, run_within_limits, exhaust_memory)
+            await workers._run_task(CapacityLimiter(1), excess, run_with_cpu_and_memory_limits, exhaust_memory)
         assert await render() == "<hello>"
         assert await to_process.run_sync(os.getpid) != after, "a process without memory gets no other task"
         monkeypatch.setattr(worker_processes, "WALL_SECONDS", -1)

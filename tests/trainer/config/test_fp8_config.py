@@ -16,7 +16,12 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.run.build_components import build_schedule, build_stages, connect_parallel_groups, make_fp8_kernels
+from mega_trainer.run.build_components import (
+    build_pipeline_stages,
+    build_schedule,
+    connect_parallel_groups,
+    make_fp8_kernels,
+)
 from mega_trainer.run.training_run import run_training
 
 Settings = Callable[..., dict[str, Any]]
@@ -75,7 +80,7 @@ def test_a_gpu_without_the_products_is_refused_with_a_recipe_it_has() -> None:
 def test_layers_between_the_first_and_the_last_multiply_in_fp8() -> None:
     config = parsed(fp8={"recipe": "rowwise", "bf16_first": 1, "bf16_last": 1})
     groups = connect_parallel_groups(config, RankInfo())
-    stages = build_stages(
+    stages = build_pipeline_stages(
         config, LayerBuilder(config.model, groups, device=torch.device("meta")), build_schedule(config, groups)
     )
     for index, layer in enumerate(stages[0].layers):

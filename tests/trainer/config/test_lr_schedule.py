@@ -17,7 +17,7 @@ NAMES = ["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
 
 def rate(step: float, **fields: object) -> float:
     schedule = LRSchedule.parse({"min_lr": LOW, "warmup_steps": 100, **fields})
-    return schedule.make_curve(lr=HIGH, steps=STEPS, batch=SIZES)(round(step * BATCH))
+    return schedule.make_learning_rate_curve(lr=HIGH, steps=STEPS, batch=SIZES)(round(step * BATCH))
 
 
 schedules = st.fixed_dictionaries(
@@ -35,7 +35,7 @@ schedules = st.fixed_dictionaries(
 def test_it_stays_between_its_bounds_and_moves_only_the_right_way(fields, samples) -> None:
     schedule = LRSchedule.parse(fields)
     assert not list(schedule.find_run_problems(lr=HIGH, steps=STEPS, batch=SIZES))
-    curve = schedule.make_curve(lr=HIGH, steps=STEPS, batch=SIZES)
+    curve = schedule.make_learning_rate_curve(lr=HIGH, steps=STEPS, batch=SIZES)
     here, ahead = curve(samples), curve(samples + 1)
     assert 0 <= here <= HIGH * (1 + 1e-12)
     if samples < curve.warmup:
@@ -47,7 +47,7 @@ def test_it_stays_between_its_bounds_and_moves_only_the_right_way(fields, sample
 
 @given(schedules, st.integers(0, 2 * STEPS * BATCH))
 def test_it_makes_no_jumps(fields, samples) -> None:
-    curve = LRSchedule.parse(fields).make_curve(lr=HIGH, steps=STEPS, batch=SIZES)
+    curve = LRSchedule.parse(fields).make_learning_rate_curve(lr=HIGH, steps=STEPS, batch=SIZES)
     # the steepest place is the beginning of 1 - sqrt(t): one sample of the shortest cooldown there is
     limit = HIGH * max(1 / max(1, curve.warmup), 2 / math.sqrt(max(1, curve.end - curve.start)))
     assert abs(curve(samples + 1) - curve(samples)) <= limit
@@ -69,7 +69,7 @@ def test_warmup_may_start_above_zero() -> None:
 
 def test_warmup_may_be_given_in_samples() -> None:
     schedule = LRSchedule.parse({"warmup_samples": 1000})
-    assert schedule.make_curve(lr=HIGH, steps=STEPS, batch=SIZES)(250) == pytest.approx(HIGH / 4)
+    assert schedule.make_learning_rate_curve(lr=HIGH, steps=STEPS, batch=SIZES)(250) == pytest.approx(HIGH / 4)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,15 @@ def test_wsd_cools_down_in_the_last_tenth_unless_told() -> None:
 
 def test_the_end_is_absolute() -> None:
     schedule = LRSchedule.parse({"warmup_steps": 100, "decay_steps": 1000})
-    short, long = (schedule.make_curve(lr=HIGH, steps=steps, batch=SIZES) for steps in (200, 1000))
+    short, long = (schedule.make_learning_rate_curve(lr=HIGH, steps=steps, batch=SIZES) for steps in (200, 1000))
     assert all(short(samples) == long(samples) for samples in range(0, 200 * BATCH, 777))
 
 
 @pytest.mark.parametrize("steps", [100, 300, 999])
 def test_consumed_samples_are_all_that_matters(steps) -> None:
     """Half the batch and twice the steps is the same curve over samples."""
-    a = LRSchedule.parse({"warmup_steps": 100}).make_curve(lr=HIGH, steps=STEPS, batch=SIZES)
-    b = LRSchedule.parse({"warmup_steps": 200}).make_curve(
+    a = LRSchedule.parse({"warmup_steps": 100}).make_learning_rate_curve(lr=HIGH, steps=STEPS, batch=SIZES)
+    b = LRSchedule.parse({"warmup_steps": 200}).make_learning_rate_curve(
         lr=HIGH, steps=2 * STEPS, batch=BatchConfig.model_validate({"global": BATCH // 2})
     )
     assert a(steps * BATCH) == b(steps * BATCH)

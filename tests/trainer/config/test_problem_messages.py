@@ -16,7 +16,7 @@ from config_problems import check_form, follow_hint, list_problems
 
 import mega_trainer.config
 from mega_common.errors import ConfigError, MegaError
-from mega_common.strict_config import ConfigProblem, apply_overrides
+from mega_common.strict_config import ConfigProblem, apply_config_overrides
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 BASE: dict[str, Any] = {
@@ -264,7 +264,7 @@ UNTRIED = (
 
 
 def raw_run(overrides: list[str]) -> dict[str, Any]:
-    return resolve_run_config(apply_overrides(BASE, overrides))
+    return resolve_run_config(apply_config_overrides(BASE, overrides))
 
 
 def world_problems(raw: dict[str, Any], world: int) -> list[ConfigProblem]:

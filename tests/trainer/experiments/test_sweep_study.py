@@ -119,7 +119,7 @@ def test_trials_are_ranked_by_the_mean_over_seeds_and_read_again(tmp_path: Path)
         sweep.finish_trial(trial, failed=trial == 2)
     sweep = Sweep.open_folder(tmp_path / "sweep", given, BASE, "run.yaml")
     assert list(iterate_unfinished_trials(sweep)) == [3]
-    results = sweep.read_results()
+    results = sweep.read_trial_results()
     assert [result.number for result in results] == [1, 0, 2]
     assert results[0].mean == pytest.approx(2.2)
     assert results[0].standard_error == pytest.approx(0.2)

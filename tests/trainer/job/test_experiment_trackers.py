@@ -14,7 +14,7 @@ import pytest
 
 from mega_common.errors import ConfigError, MissingPackageError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.experiment_trackers import open_trackers
+from mega_trainer.job.experiment_trackers import open_experiment_trackers
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -68,7 +68,7 @@ class Trackio:
 
 
 def log_steps(config: RunConfig, start: int = 0) -> None:
-    for tracker in list(open_trackers(config, start)):
+    for tracker in list(open_experiment_trackers(config, start)):
         tracker.put(start + 1, {"loss": 2.0, "grad_norm": float("inf"), "phases/forward": 0.5})
         tracker.close()
 
@@ -113,7 +113,7 @@ def free_port() -> int:
 def test_prometheus_reads_the_last_step_and_the_port_is_free_after(config: Callable[..., RunConfig]) -> None:
     port = free_port()
     for _ in range(2):
-        (tracker,) = open_trackers(config(prometheus_port=port), 0)
+        (tracker,) = open_experiment_trackers(config(prometheus_port=port), 0)
         for step, loss in ((1, 3.0), (2, 2.5)):
             tracker.put(step, {"loss": loss, "phases/forward": 0.5, "phases/data": float("nan")})
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
@@ -128,7 +128,7 @@ def test_a_port_that_is_taken_is_named(config: Callable[..., RunConfig]) -> None
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"log.prometheus_port = {port} must be free at"):
-            list(open_trackers(config(prometheus_port=port), 0))
+            list(open_experiment_trackers(config(prometheus_port=port), 0))
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
@@ -137,4 +137,4 @@ def test_a_service_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingPackageError, match=rf"log.{name} requires the package {name}"):
-        list(open_trackers(config(**{name: "mine"}), 0))
+        list(open_experiment_trackers(config(**{name: "mine"}), 0))

@@ -9,7 +9,7 @@ import torch
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends
+from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_kernel_backends
 from mega_trainer.kernels.flash_attention import TorchFlashKernel
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.kernels.torch_kernels import SdpaAttention
@@ -52,7 +52,7 @@ def facts(**other: Any) -> BackendFacts:
     ],
 )
 def test_auto_takes_the_best_that_is_there(there: dict[str, Any], expected: str) -> None:
-    choice = choose_backends("auto", "auto", facts(**there))
+    choice = choose_kernel_backends("auto", "auto", facts(**there))
     assert (choice.linear, choice.attention) == ("torch", expected)
 
 
@@ -67,7 +67,7 @@ def test_auto_takes_the_best_that_is_there(there: dict[str, Any], expected: str)
     ],
 )
 def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any], expected: tuple[str, str]) -> None:
-    choice = choose_backends(*asked, facts(**there))
+    choice = choose_kernel_backends(*asked, facts(**there))
     assert (choice.linear, choice.attention) == expected
 
 
@@ -103,12 +103,12 @@ def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any
 )
 def test_what_is_missing_is_refused_in_one_line(asked: tuple[str, str], there: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        choose_backends(*asked, facts(**there))
+        choose_kernel_backends(*asked, facts(**there))
     assert "or set kernels." in str(raised.value)
 
 
 def test_a_choice_is_told_in_one_line_with_its_reasons() -> None:
-    line = str(choose_backends("auto", "auto", facts(**HOPPER, installed=FLASH3)))
+    line = str(choose_kernel_backends("auto", "auto", facts(**HOPPER, installed=FLASH3)))
     assert line == "kernels: linear torch (auto: as fast as any), attention flash 3 (auto: on Hopper, and installed)"
 
 
@@ -129,7 +129,7 @@ RECURRENT = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1", "fla-core": "
 @pytest.mark.parametrize("kind", ["conv", "scan", "delta"])
 def test_libraries_of_recurrent_mixers(kind: str, asked: str, there: Any, expected: str, why: str) -> None:
     name = {"conv": "causal_conv1d", "scan": "mamba_ssm", "delta": "fla"}[kind]
-    choice = choose_backends("auto", "auto", facts(**there), {kind: name if asked == "library" else asked})
+    choice = choose_kernel_backends("auto", "auto", facts(**there), {kind: name if asked == "library" else asked})
     assert choice.recurrent == {kind: name if expected == "library" else "torch"}
     assert why in choice.because[kind]
     assert f"{kind} {choice.recurrent[kind]} (" in str(choice)
@@ -151,7 +151,7 @@ def test_libraries_of_recurrent_mixers(kind: str, asked: str, there: Any, expect
 )
 def test_a_library_that_cannot_be_used_is_refused(there: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        choose_backends("auto", "auto", facts(**there), {"conv": "causal_conv1d"})
+        choose_kernel_backends("auto", "auto", facts(**there), {"conv": "causal_conv1d"})
     assert "or set kernels.conv=torch" in str(raised.value)
 
 

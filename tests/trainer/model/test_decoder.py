@@ -21,7 +21,7 @@ from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.parameter_info import get_parameter_info
@@ -86,7 +86,7 @@ def batch(model: ModelConfig, rows: int = 2, length: int = 6) -> dict[str, torch
 
 
 def build_decoder(
-    model: ModelConfig, stage: StageLayers | None = None, recompute: RecomputePolicy | None = None
+    model: ModelConfig, stage: PipelineStageLayers | None = None, recompute: RecomputePolicy | None = None
 ) -> Decoder:
     decoder = Decoder(LayerBuilder(model, dtype=torch.float64), stage, recompute)
     initialize_weights(decoder, 7)
@@ -105,7 +105,8 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     data = batch(model)
     whole = build_decoder(model)
     first, middle, last = (
-        build_decoder(model, StageLayers(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
+        build_decoder(model, PipelineStageLayers(*s))
+        for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
     )
     x = through(first, data)
     context = first.make_forward_context(data["positions"])
@@ -229,10 +230,10 @@ def test_dropout_is_off_without_its_context() -> None:
 @pytest.mark.parametrize("fields", [{"position": "learned"}, {"mtp_layers": 2}])
 def test_each_parameter_belongs_to_one_unit(tied: bool, fields: dict[str, Any]) -> None:
     for stage in (
-        StageLayers(0, 4),
-        StageLayers(0, 2, True, False),
-        StageLayers(2, 4, False, True),
-        StageLayers(4, 4, False, True),
+        PipelineStageLayers(0, 4),
+        PipelineStageLayers(0, 2, True, False),
+        PipelineStageLayers(2, 4, False, True),
+        PipelineStageLayers(4, 4, False, True),
     ):
         decoder = build_decoder(config(tie_embeddings=tied, **fields), stage)
         held = [parameter for unit in decoder.list_parameter_units() for parameter in unit.parameters]

@@ -14,7 +14,7 @@ from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, Optimi
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.parameter_info import make_parameter
-from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterShard, ParamGroupKey
+from mega_trainer.parallel.parameter_shards import GatheredShardLayout, ParameterShard, ParamGroupKey
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -28,7 +28,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def slots(weights: torch.Tensor, grads: torch.Tensor, length: int, *, decay: bool = True) -> list[OptimizerSlot]:
     kind = ParamGroupKey(ALONE, (), (), decay, False, torch.float32)
     parts = zip(weights.clone().split(length), grads.clone().split(length), strict=True)
-    return [OptimizerSlot(kind, True, ParameterShard(w, g, [], GatheredShards(len(w), {})), w, g) for w, g in parts]
+    return [
+        OptimizerSlot(kind, True, ParameterShard(w, g, [], GatheredShardLayout(len(w), {})), w, g) for w, g in parts
+    ]
 
 
 def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:

@@ -19,9 +19,9 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.optim.adamw8bit import BLOCK, AdamW8bitUpdateRule
 from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
-from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterShard, ParamGroupKey
+from mega_trainer.parallel.parameter_shards import GatheredShardLayout, ParameterShard, ParamGroupKey
 from mega_trainer.verify.case_comparison import compare_outcomes
-from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -44,7 +44,7 @@ def slot_of(values: Tensor) -> OptimizerSlot:
     """A slot of one matrix."""
     kind = ParamGroupKey(CommGroup("dp"), (), (), True, False, torch.float32)
     main, grads = values.flatten().clone(), torch.zeros(values.numel())
-    return OptimizerSlot(kind, True, ParameterShard(main, grads, [], GatheredShards(len(main), {})), main, grads)
+    return OptimizerSlot(kind, True, ParameterShard(main, grads, [], GatheredShardLayout(len(main), {})), main, grads)
 
 
 def test_updates_are_those_of_bitsandbytes() -> None:
@@ -94,7 +94,7 @@ LAYOUTS = [
 
 def layouts_and_resumption(folder: Path) -> tuple[list[dict[str, float] | None], list[list[str] | None]]:
     """Errors of each layout against one process, and what differs in bits after it was saved and resumed."""
-    rank, maker = dist.get_rank(), make_case_groups(LAYOUTS)
+    rank, maker = dist.get_rank(), make_case_process_groups(LAYOUTS)
     references = SingleProcessOutcomes((one, one.steps) for one in LAYOUTS)
     errors = [
         compare_outcomes(CaseTrainer.build(one, rank, maker).run(), references.get_outcome(one))

@@ -21,7 +21,7 @@ from mega_trainer.optim.gradient_clipping import (
     gradient_clip_factor,
     sum_of_squares,
 )
-from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterBuffer, ParameterShard, ParamGroupKey
+from mega_trainer.parallel.parameter_shards import GatheredShardLayout, ParameterBuffer, ParameterShard, ParamGroupKey
 
 PLAIN = FusibleFunctionCompiler()
 
@@ -36,7 +36,7 @@ def buffer(
 ) -> ParameterBuffer:
     made, grads = ParameterBuffer(), torch.tensor(values)
     made.kind, made.sharded = ParamGroupKey(data, (), replicas, True, False, torch.float32), sharded
-    made.shards = [ParameterShard(grads, grads, [], GatheredShards(len(grads), {}))]
+    made.shards = [ParameterShard(grads, grads, [], GatheredShardLayout(len(grads), {}))]
     return made
 
 

@@ -14,7 +14,7 @@ from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.optim.muon import muon_update_scale, orthogonalize
 from mega_trainer.verify.case_comparison import compare_cases_with_one_process, largest_error, merge_findings_by_case
 from mega_trainer.verify.case_trainer import CaseTrainer
-from mega_trainer.verify.layout_case import ConfigCase
+from mega_trainer.verify.layout_case import RunYamlLayoutCase
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -104,8 +104,8 @@ def whole_tensors(trainer: CaseTrainer, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -> None:
-    muon = CaseTrainer.build(ConfigCase.from_settings(settings()))
-    adamw = CaseTrainer.build(ConfigCase.from_settings(settings(optimizer={"clip_grad": 0.0})))
+    muon = CaseTrainer.build(RunYamlLayoutCase.from_settings(settings()))
+    adamw = CaseTrainer.build(RunYamlLayoutCase.from_settings(settings(optimizer={"clip_grad": 0.0})))
     weights, momentum, lr = whole_tensors(muon, "weights/"), {}, 1e-2
     for number in range(2):
         for trainer in (muon, adamw):
@@ -142,7 +142,7 @@ LAYOUTS = [
 
 
 def test_the_update_does_not_depend_on_the_layout() -> None:
-    cases = [ConfigCase.from_settings(settings(parallel=parallel), 4) for parallel in LAYOUTS]
+    cases = [RunYamlLayoutCase.from_settings(settings(parallel=parallel), 4) for parallel in LAYOUTS]
     results = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases, timeout=120))
     problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
@@ -150,7 +150,7 @@ def test_the_update_does_not_depend_on_the_layout() -> None:
 
 def save_two_steps(folder: Path) -> None:
     trainer = CaseTrainer.build(
-        ConfigCase.from_settings(settings(parallel={"tp": 2}), 2), dist.get_rank(), ProcessGroupCache()
+        RunYamlLayoutCase.from_settings(settings(parallel={"tp": 2}), 2), dist.get_rank(), ProcessGroupCache()
     )
     trainer.run(2)
     save_sharded_checkpoint(
@@ -165,8 +165,8 @@ def save_two_steps(folder: Path) -> None:
 def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
     run_ranks(save_two_steps, 2, tmp_path, timeout=60)
     straight, resumed = (
-        CaseTrainer.build(ConfigCase.from_settings(settings())),
-        CaseTrainer.build(ConfigCase.from_settings(settings())),
+        CaseTrainer.build(RunYamlLayoutCase.from_settings(settings())),
+        CaseTrainer.build(RunYamlLayoutCase.from_settings(settings())),
     )
     straight.run(2)
     (folder,) = tmp_path.glob("step-*")

@@ -14,7 +14,7 @@ from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.verify.case_trainer import CaseTrainer
-from mega_trainer.verify.layout_case import ConfigCase
+from mega_trainer.verify.layout_case import RunYamlLayoutCase
 
 
 def settings(precision: str, *, offload: bool, **changes: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def values(tensors: dict[str, ShardedTensor]) -> dict[str, Any]:
 
 
 def trained(
-    case: ConfigCase, rank: int = 0, maker: ProcessGroupCache | None = None
+    case: RunYamlLayoutCase, rank: int = 0, maker: ProcessGroupCache | None = None
 ) -> tuple[list[float], dict[str, Any]]:
     it = CaseTrainer.build(case, rank, maker)
     losses = [it.step().loss for _ in range(3)]
@@ -48,7 +48,7 @@ def trained(
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_offloaded_state_changes_no_bits(precision: str, name: str) -> None:
     here, there = (
-        trained(ConfigCase.from_settings(settings(precision, offload=offload, optimizer={"name": name})))
+        trained(RunYamlLayoutCase.from_settings(settings(precision, offload=offload, optimizer={"name": name})))
         for offload in (False, True)
     )
     assert here == there
@@ -59,7 +59,7 @@ def offloaded_on_two_ranks() -> list[bool]:
     for zero in (1, 2, 3):
         plain, offloaded = (
             trained(
-                ConfigCase.from_settings(settings("bf16", offload=offload, parallel={"zero": zero}), 2),
+                RunYamlLayoutCase.from_settings(settings("bf16", offload=offload, parallel={"zero": zero}), 2),
                 dist.get_rank(),
                 maker,
             )
@@ -74,7 +74,7 @@ def test_offloaded_state_changes_no_bits_at_any_level() -> None:
 
 
 def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
-    case = ConfigCase.from_settings(settings("fp32", offload=True))
+    case = RunYamlLayoutCase.from_settings(settings("fp32", offload=True))
     straight, resumed = CaseTrainer.build(case), CaseTrainer.build(case)
     straight.step()
     for slot in straight.optimizer.slots:
@@ -93,7 +93,7 @@ def test_main_weights_are_saved_where_they_are_more_precise() -> None:
     for precision, kept in (("fp32", False), ("bf16", True)):
         for offload in (False, True):
             held = CaseTrainer.build(
-                ConfigCase.from_settings(settings(precision, offload=offload))
+                RunYamlLayoutCase.from_settings(settings(precision, offload=offload))
             ).state.checkpoint_tensors()
             assert any(name.startswith("optimizer/main/") for name in held) is kept
             weights = {name.removeprefix("weights/") for name in held if name.startswith("weights/")}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_trainer.pages.plan_page import MAX_RANK_OPERATIONS, PipelineShape, draw_schedule
+from mega_trainer.pages.plan_page import MAX_RANK_OPERATIONS, PipelineShape, draw_pipeline_schedule
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from mega_trainer.pages.plan_page import MAX_RANK_OPERATIONS, PipelineShape, dra
     ],
 )
 def test_a_picture_has_no_more_operations_than_one_can_see(pipeline: PipelineShape, drawn: int) -> None:
-    picture, text = draw_schedule(pipeline)
+    picture, text = draw_pipeline_schedule(pipeline)
     assert f"{drawn} microbatches" in picture
     assert (f"Shows {drawn} of 512" in text) == (drawn < pipeline.microbatches)
     assert len(picture) < 600_000

@@ -29,7 +29,7 @@ from mega_trainer.parallel.fsdp import slice_piece_rows
 from mega_trainer.run.train_step import evaluate_losses
 from mega_trainer.verify.case_comparison import compare_cases_with_one_process, compare_outcomes, merge_findings_by_case
 from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer, NamedTensors
-from mega_trainer.verify.layout_case import ConfigCase, LayoutCase
+from mega_trainer.verify.layout_case import LayoutCase, RunYamlLayoutCase
 from mega_trainer.verify.restore_comparison import find_differing_tensors, overwrite_training_state
 from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
@@ -53,7 +53,9 @@ def settings(zero: int, *, precision: str, parallel: dict[str, Any] | None = Non
 
 TIED = {**MODEL, "tie_embeddings": True, "num_kv_heads": 1, "vocab_size": 9}
 CASES = [
-    ConfigCase.from_settings(settings(3, precision="fp64", parallel=parallel, model=model, recompute=recompute), 4)
+    RunYamlLayoutCase.from_settings(
+        settings(3, precision="fp64", parallel=parallel, model=model, recompute=recompute), 4
+    )
     for model in (MODEL, TIED)
     for parallel, recompute in [
         ({}, {}),  # of the 37 or 9 rows of the vocabulary the last rank has fewer, or none
@@ -64,7 +66,7 @@ CASES = [
 
 
 HYBRID = [
-    ConfigCase.from_settings(
+    RunYamlLayoutCase.from_settings(
         settings(3, precision="fp64", parallel=parallel, model=model, optimizer={"clip_grad": 0.1}), 4
     )
     for model, parallel in [(MODEL, {"zero3_shard": 2}), (TIED, {"zero3_shard": 2}), (MODEL, {"zero3_shard": 4})]
@@ -72,7 +74,7 @@ HYBRID = [
 
 
 @pytest.mark.parametrize("cases", [CASES, HYBRID], ids=["one copy", "several copies"])
-def test_it_computes_what_one_process_computes(cases: list[ConfigCase]) -> None:
+def test_it_computes_what_one_process_computes(cases: list[RunYamlLayoutCase]) -> None:
     results = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases, timeout=200))
     problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
@@ -85,8 +87,8 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
     for precision, parallel in (("fp32", {}), ("bf16", {}), ("bf16", {"tp": 2})):
         name = f"{precision} {parallel}"
 
-        def case(level: int, precision: str = precision, parallel: dict[str, Any] = parallel) -> ConfigCase:
-            return ConfigCase.from_settings(settings(level, precision=precision, parallel=parallel), 4)
+        def case(level: int, precision: str = precision, parallel: dict[str, Any] = parallel) -> RunYamlLayoutCase:
+            return RunYamlLayoutCase.from_settings(settings(level, precision=precision, parallel=parallel), 4)
 
         for level in (2, 3):
             it = CaseTrainer.build(case(level), dist.get_rank(), maker)
@@ -129,7 +131,7 @@ def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None
 
 def shares() -> tuple[int, int]:
     it = CaseTrainer.build(
-        ConfigCase.from_settings(settings(3, precision="bf16"), 2), dist.get_rank(), ProcessGroupCache()
+        RunYamlLayoutCase.from_settings(settings(3, precision="bf16"), 2), dist.get_rank(), ProcessGroupCache()
     )
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
     return held, sum(parameter.numel() for parameter in it.state.stages[0].parameters())
@@ -145,7 +147,7 @@ HALVES = {"zero3_shard": 2}
 
 
 def held_after_a_step(settings: dict[str, Any]) -> dict[str, Any]:
-    it = CaseTrainer.build(ConfigCase.from_settings(settings, 4), dist.get_rank(), ProcessGroupCache())
+    it = CaseTrainer.build(RunYamlLayoutCase.from_settings(settings, 4), dist.get_rank(), ProcessGroupCache())
     it.step()
     tensors = it.state.checkpoint_tensors().items()
     return {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
@@ -159,7 +161,9 @@ def test_copies_stay_alike() -> None:
     assert zero != one
 
 
-def gone_on(cases: Sequence[tuple[ConfigCase, ConfigCase]], folder: Path) -> list[tuple[list[str], dict[str, float]]]:
+def gone_on(
+    cases: Sequence[tuple[RunYamlLayoutCase, RunYamlLayoutCase]], folder: Path
+) -> list[tuple[list[str], dict[str, float]]]:
     """Of each pair: what is not, bit for bit, what the first saved; errors of going on, against the first going on."""
     out, maker = [], ProcessGroupCache()
     for number, (before, after) in enumerate(cases):
@@ -192,7 +196,9 @@ def everywhere(mine: NamedTensors) -> NamedTensors:
 
 def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> None:
     several, flat = (
-        ConfigCase.from_settings(settings(level, precision="fp64", parallel=parallel, optimizer={"clip_grad": 0.1}), 4)
+        RunYamlLayoutCase.from_settings(
+            settings(level, precision="fp64", parallel=parallel, optimizer={"clip_grad": 0.1}), 4
+        )
         for level, parallel in ((3, HALVES), (1, {}))
     )
     for found in run_ranks(gone_on, 4, [(several, flat), (flat, several)], tmp_path, timeout=60):

@@ -19,7 +19,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
@@ -90,7 +90,7 @@ def executor(
     last, groups, stages = len(layers) - 1, build_parallel_groups(ParallelLayout(), 0, heads=[2]), {}
     for index in schedule.stages_of_rank(group.rank):
         ends_meet = schedule.owners[0] == schedule.owners[last]
-        part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
+        part = PipelineStageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         deferred = DeferredWgradQueue() if schedule.splits_backward else None
         stages[index] = Decoder(LayerBuilder(model, groups, dtype=torch.float64, deferred=deferred), part, recompute)
     for stage in stages.values():

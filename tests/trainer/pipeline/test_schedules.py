@@ -15,7 +15,7 @@ from mega_trainer.pipeline.schedules import (
     PipelineOpCosts,
     PipelineSchedule,
     _add_messages,
-    bubble_formula,
+    compute_closed_form_bubble,
     compute_peak_pipeline_memory,
     make_pipeline_schedule,
     peak_in_flight_microbatches,
@@ -216,26 +216,26 @@ def test_placement_goes_round_or_like_a_v() -> None:
 def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
     schedule = build_schedule(shape)
     costs = PipelineOpCosts(forward=unit, input_grad=unit, weight_grad=unit)
-    formula = bubble_formula(schedule, costs)
+    formula = compute_closed_form_bubble(schedule, costs)
     if formula is not None:
         assert simulate_pipeline_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula, abs=1e-9)
 
 
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
     schedule, costs = build_schedule(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
-    assert bubble_formula(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
+    assert compute_closed_form_bubble(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
     dual = build_schedule(("dualpipev", 4, 2, 8))
     for one, known in ((schedule, 4.5 / (20 + 4.5)), (dual, 4.5 / (40 + 4.5))):
-        assert bubble_formula(one, costs) == pytest.approx(known)
+        assert compute_closed_form_bubble(one, costs) == pytest.approx(known)
         assert simulate_pipeline_schedule(one, costs).mean_bubble_share == pytest.approx(known)
 
 
 def test_no_formula_where_none_holds() -> None:
-    assert bubble_formula(build_schedule(("1f1b", 4, 2, 3))) is None
-    assert bubble_formula(build_schedule(("zb-h1", 4, 1, 3))) is None
-    assert bubble_formula(build_schedule(("zbv", 4, 2, 6))) is None
-    assert bubble_formula(build_schedule(("dualpipev", 4, 2, 7))) is None
-    assert bubble_formula(build_schedule(("1f1b", 4, 1, 3))) is not None
+    assert compute_closed_form_bubble(build_schedule(("1f1b", 4, 2, 3))) is None
+    assert compute_closed_form_bubble(build_schedule(("zb-h1", 4, 1, 3))) is None
+    assert compute_closed_form_bubble(build_schedule(("zbv", 4, 2, 6))) is None
+    assert compute_closed_form_bubble(build_schedule(("dualpipev", 4, 2, 7))) is None
+    assert compute_closed_form_bubble(build_schedule(("1f1b", 4, 1, 3))) is not None
 
 
 def test_simulate_by_hand() -> None:

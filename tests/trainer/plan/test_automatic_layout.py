@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from mega_common.model_presets import load_model_preset
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.automatic_layout import choose_parallel_layout
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides
@@ -19,7 +19,9 @@ def run(**sections: Any) -> RunConfig:
 
 def test_a_run_without_a_layout_has_the_fastest_that_fits() -> None:
     settings, told = choose_parallel_layout(run(), 4, "h100", None)
-    chosen = RunConfig.parse(apply_overrides(run().model_dump(mode="json", by_alias=True), format_overrides(settings)))
+    chosen = RunConfig.parse(
+        apply_config_overrides(run().model_dump(mode="json", by_alias=True), format_overrides(settings))
+    )
     chosen.check_world_size(4)
     assert "4 ranks of h100" in told
     assert "\n" not in told

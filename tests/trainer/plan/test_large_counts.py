@@ -9,10 +9,10 @@ import pytest
 
 from mega_cli.plan_prediction import describe_plan
 from mega_common.errors import ConfigError
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.pipeline.schedules import make_pipeline_schedule, simulate_pipeline_schedule
-from mega_trainer.plan.pipeline_fill import estimate_bubble, estimate_makespan
+from mega_trainer.plan.pipeline_fill import estimate_pipeline_bubble, estimate_pipeline_makespan
 
 RUN: Mapping[str, Any] = {
     "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64, "vocab_size": 64},
@@ -21,7 +21,7 @@ RUN: Mapping[str, Any] = {
 
 
 def _plan(overrides: list[str]) -> dict[str, Any]:
-    config = RunConfig.parse(apply_overrides(RUN, overrides))
+    config = RunConfig.parse(apply_config_overrides(RUN, overrides))
     ranks = config.parallel_rules.minimum_ranks
     config.check_world_size(ranks)
     return describe_plan(config, ranks)
@@ -77,7 +77,7 @@ def test_folded_time_is_that_of_all_micro_batches(
     timeline = simulate_pipeline_schedule(
         make_pipeline_schedule(name, pp=pp, microbatches=count, virtual_stages=stages)
     )
-    makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
+    makespan = estimate_pipeline_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
     assert makespan == pytest.approx(timeline.makespan)
-    bubble = estimate_bubble(name, pp=pp, microbatches=count, virtual_stages=stages)
+    bubble = estimate_pipeline_bubble(name, pp=pp, microbatches=count, virtual_stages=stages)
     assert bubble == pytest.approx(timeline.mean_bubble_share)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from mega_common.errors import ConfigError
-from mega_trainer.plan.machine import list_machine_names, load_efficiency, load_machine
+from mega_trainer.plan.machine import list_machine_names, load_default_efficiencies, load_machine
 
 
 def test_every_machine_has_rates_and_the_efficiency_of_its_generation() -> None:
-    efficiencies = load_efficiency()
+    efficiencies = load_default_efficiencies()
     assert set(list_machine_names()) == {
         "a100-40", "a100-80", "h100", "h100-500w", "h200", "b200", "b300", "gb200", "gb300", "l40s", "mi300x", "mi355x"
     }  # fmt: skip

@@ -20,10 +20,10 @@ from mega_trainer.plan.memory_prediction import (
     predict_peak_memory,
     split_layers_into_stages,
 )
-from mega_trainer.plan.part_memory import PartMemory, count_model_part_memory
+from mega_trainer.plan.part_memory import ModelPartMemoryBytes, count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
-from mega_trainer.run.build_components import build_stages
+from mega_trainer.run.build_components import build_pipeline_stages
 
 S, D, F, H = 256, 64, 192, 4
 SMALL: dict[str, Any] = {
@@ -46,7 +46,7 @@ class Nobody(ProcessGroupCache):
         """No process group."""
 
 
-def layer(model: ModelConfig | dict[str, Any] = DENSE, **run: Any) -> PartMemory:
+def layer(model: ModelConfig | dict[str, Any] = DENSE, **run: Any) -> ModelPartMemoryBytes:
     """The first layer of a model, or of one that differs from `DENSE` by some fields."""
     model = model if isinstance(model, ModelConfig) else ModelConfig.parse({**SMALL, **model})
     return count_model_part_memory(model, TrainingLayout(S, **run)).layers[0]
@@ -128,7 +128,7 @@ def test_layers_are_split_as_the_trainer_splits_them(model: str, parallel: dict[
         groups = build_parallel_groups(
             ParallelLayout(pp=pp), rank, heads=config.model.shared_head_counts, maker=Nobody()
         )
-        built = build_stages(config, LayerBuilder(config.model, groups, device=META), schedule)
+        built = build_pipeline_stages(config, LayerBuilder(config.model, groups, device=META), schedule)
         assert {index: len(stage.layers) for index, stage in built.items()} == {n: len(stages[n]) for n in built}
 
 

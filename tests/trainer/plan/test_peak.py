@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import RankMemory, predict_peak_memory
-from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
 MODEL = {
@@ -153,7 +153,7 @@ CASES = {**ONE, **SEVERAL}
 
 def held_bytes(cases: list[LayoutCase], counted: Callable[[Callable[[], object]], int]) -> list[int]:
     """Most bytes of this rank in two steps of each case."""
-    maker = make_case_groups(cases)
+    maker = make_case_process_groups(cases)
 
     def steps(case: LayoutCase) -> None:
         trainer = CaseTrainer.build(case, dist.get_rank(), maker)

@@ -4,7 +4,7 @@ import pytest
 
 from mega_common.errors import ConfigError
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.run_budget import BudgetLimits, estimate_budget, find_exceeded_limits
+from mega_trainer.plan.run_budget import BudgetLimits, estimate_training_budget, find_exceeded_limits
 
 
 def test_limits_are_numbers_with_units() -> None:
@@ -27,7 +27,7 @@ def test_other_limits_are_refused(given: tuple[str, str | None, str | None], mes
 
 def test_hours_cost_and_energy_follow_from_the_rate() -> None:
     machine = load_machine("h100").model_copy(update={"price": 2.0})
-    budget = estimate_budget(3.6e9, 1e4, 8, machine)
+    budget = estimate_training_budget(3.6e9, 1e4, 8, machine)
     assert budget == {"tokens": 3.6e9, "hours": 100.0, "cost": 1600.0, "energy_mwh": pytest.approx(0.56)}
     assert find_exceeded_limits(budget, BudgetLimits(3.6e9, 100.0, 1600.0)) == []
     exceeded = find_exceeded_limits(budget, BudgetLimits(3.6e9, 48.0, 1000.0))

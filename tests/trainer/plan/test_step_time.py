@@ -11,11 +11,11 @@ from mega_trainer.plan.flops import compute_model_flops_per_token
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
 from mega_trainer.plan.layer_flops import recurrence_bytes
-from mega_trainer.plan.machine import load_efficiency, load_machine
+from mega_trainer.plan.machine import load_default_efficiencies, load_machine
 from mega_trainer.plan.step_time import PlannedRun, StageCosts, predict_step_time
 from mega_trainer.plan.training_layout import TrainingLayout
 
-H100, HOPPER = load_machine("h100"), load_efficiency()["hopper"]
+H100, HOPPER = load_machine("h100"), load_default_efficiencies()["hopper"]
 LLAMA = ModelConfig.parse(load_model_preset("llama3-8b"))
 MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
 RUN = TrainingLayout(8192, micro_batch=1, microbatches=8, dp=8, zero=1)

@@ -21,7 +21,7 @@ from mega_trainer.objectives.training_objective import count_local_tokens, count
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.run.train_step import StepHooks, train_step
 from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer
-from mega_trainer.verify.layout_case import ConfigCase
+from mega_trainer.verify.layout_case import RunYamlLayoutCase
 from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 MODEL = {
@@ -35,7 +35,7 @@ MODEL = {
 
 
 def trainer(precision: str, **settings: Any) -> CaseTrainer:
-    return CaseTrainer.build(ConfigCase.from_settings({**MODEL, "precision": precision, **settings}))
+    return CaseTrainer.build(RunYamlLayoutCase.from_settings({**MODEL, "precision": precision, **settings}))
 
 
 def bits(outcome: CaseOutcome) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def overflows() -> list[tuple[bool, float | None]]:
     out, maker = [], ProcessGroupCache()
     for parallel in ({"pp": 2}, {"tp": 2}, {"zero": 2}):
         raw = {**MODEL, "precision": "fp16", "fp16": {"initial_scale": 2.0**19}, "parallel": parallel}
-        it = CaseTrainer.build(ConfigCase.from_settings(raw, 2), dist.get_rank(), maker)
+        it = CaseTrainer.build(RunYamlLayoutCase.from_settings(raw, 2), dist.get_rank(), maker)
         out += [(it.step(number).overflowed, it.state.loss_scale and it.state.loss_scale.value) for number in range(6)]
     return out
 
@@ -146,7 +146,9 @@ def ridden() -> list[tuple[StepScalars, list[float]]]:
     """Return the summed scalars of a step, and the tokens of the next step as all ranks count them, in several layouts."""
     out, maker = [], ProcessGroupCache()
     for parallel in ({"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}):
-        it = CaseTrainer.build(ConfigCase.from_settings({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker)
+        it = CaseTrainer.build(
+            RunYamlLayoutCase.from_settings({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker
+        )
         now, following = (
             make_synthetic_batch(it.config, number, it.groups.dp.rank, it.groups.dp.size, True) for number in (0, 1)
         )

@@ -18,7 +18,7 @@ from trainer.verify.planted_bugs import (
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.verify.case_comparison import TOLERANCE
 from mega_trainer.verify.local_examination import verify_layout_cases
-from mega_trainer.verify.tiny_model import TinyRun
+from mega_trainer.verify.tiny_model import TinyModelRun
 from mega_trainer.verify.verification import Verification, parse_layout
 
 DENSE = {
@@ -49,7 +49,7 @@ def test_a_planted_bug_is_named_with_its_layer(
     first: tuple[str, str, int],
 ) -> None:
     config = RunConfig.parse({"model": model, "data": {"train": ["none"], "seq_length": 32}})
-    verification = Verification(TinyRun.from_run(config), only=layout, context=bug)
+    verification = Verification(TinyModelRun.from_run(config), only=layout, context=bug)
     (row,) = verification.run_checks()
     assert row.problem
     report = verification.explain_failure()
@@ -63,7 +63,7 @@ def test_a_planted_bug_is_named_with_its_layer(
 
 
 def test_ranks_that_raise_fail_their_layout_and_the_next_one_runs() -> None:
-    tiny = TinyRun.from_run(RunConfig.parse({"model": DENSE, "data": {"train": ["none"], "seq_length": 32}}))
+    tiny = TinyModelRun.from_run(RunConfig.parse({"model": DENSE, "data": {"train": ["none"], "seq_length": 32}}))
     cases = [parse_layout(tiny, "tp=2"), parse_layout(tiny, "dp=2 zero=1")]
     found = {
         verdict.case.layout["tp"]: verdict for verdict in verify_layout_cases(cases, context=error_of_the_tensor_ranks)

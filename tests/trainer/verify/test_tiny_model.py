@@ -12,21 +12,21 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
-from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared_head_count
+from mega_trainer.verify.tiny_model import TinyModelRun, shrink_count, shrink_model, shrink_shared_head_count
 from mega_trainer.verify.verification import choose_covering_layout_cases, parse_layout
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").glob("*-*.yaml"))
 BASE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 50_000}
 
 
-def tiny_of(model: dict[str, Any], **sections: Any) -> TinyRun:
+def tiny_of(model: dict[str, Any], **sections: Any) -> TinyModelRun:
     raw = {"data": {"train": ["none"], "seq_length": 64}, **sections, "model": {**BASE, **model}}
-    return TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
+    return TinyModelRun.from_run(RunConfig.parse(resolve_run_config(raw)))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_have_a_tiny_model_that_parses(path: Path) -> None:
-    tiny = TinyRun.from_run(load_run_config(path))
+    tiny = TinyModelRun.from_run(load_run_config(path))
     model = ModelConfig.parse(tiny.model_fields(4))
     assert model.hidden_size <= 64
     assert {*model.layer_kinds} == {*tiny.config.model.layer_kinds}
@@ -120,7 +120,7 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
     assert tiny.case_fields()["freeze"] == ["model.embed_tokens.*"]
     config = tiny.config.model_copy(update={"model": tiny.config.model.model_copy(update={"transformers": object()})})
     with pytest.raises(ConfigError, match="implementation = transformers"):
-        TinyRun.from_run(config)
+        TinyModelRun.from_run(config)
     head = tiny_of(
         {"task_head": {"kind": "sequence", "labels": 3}}, objective={"kind": "classify"},
         data={"train": ["none"], "seq_length": 64, "kind": "labels"},

@@ -27,8 +27,8 @@ from mega_ckpt.families.disk_layouts import LAYER, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.window_entries import (
     build_sliding_window_fields,
+    build_window_layer_types,
     get_transformers_layer_types,
-    window_layer_types,
 )
 from mega_common.model_config import ModelConfig
 
@@ -48,7 +48,7 @@ class CausalLocalAttentionEntry:
         size = (raw.get("local_attention", 128) or 0) // 2
         if raw.get("sliding_window", size) not in (size, None):
             raise ConfigMismatchError(f"sliding_window = {raw['sliding_window']!r} must be {size}")
-        kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
+        kinds = raw.get("layer_types") or build_window_layer_types([layer % every == 0 for layer in layers])
         return build_sliding_window_fields(kinds, size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class CausalLocalAttentionEntry:
 
 
 @dataclass(frozen=True)
-class OutputTransformEntry:
+class ModernBertDecoderHeadConfigEntry:
     """Translation to and from config.json of the transform before the output layer of ModernBERT's decoder. Classifiers are not supported."""
 
     handled_config_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
@@ -95,7 +95,7 @@ MODERNBERT_DECODER = ModelFamily(
             if not entry.handled_model_fields & _REPLACED and not isinstance(entry, FixedFieldsEntry | AllowedValuesEntry)
         ),
         CausalLocalAttentionEntry(),
-        OutputTransformEntry(),
+        ModernBertDecoderHeadConfigEntry(),
         FixedFieldsEntry({
             "causal": True, "norm": "layernorm", "position": "rope", "norm_position": "pre", "first_norm": False, "embedding_norm": True,
             "qk_norm": False,

@@ -29,8 +29,8 @@ from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import (
     build_sliding_window_fields,
+    build_window_layer_types,
     get_transformers_layer_types,
-    window_layer_types,
 )
 from mega_common.encoder_config import MaskedLmConfig
 from mega_common.model_config import ModelConfig
@@ -208,7 +208,7 @@ class LocalAttentionEntry:
         They are `sliding_window`, which counts the query's own position, and `full_attention_layers`.
         """
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
-        kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
+        kinds = raw.get("layer_types") or build_window_layer_types([layer % every == 0 for layer in layers])
         return build_sliding_window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import (
-    DenseFirstEntry,
+    FirstKDenseConfigEntry,
     MoeFieldEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
@@ -144,7 +144,7 @@ class ExpertGroupsEntry:
 
 
 def deepseek_family(
-    version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
+    version: str, moe: tuple[MoeFieldEntry, ...], layers: FirstKDenseConfigEntry, *more: ConfigEntry
 ) -> ModelFamily:
     """Return the model family of DeepSeek `version` ("V2" or "V3").
     `moe` are the config entries of its router, `layers` is the one that selects layers with experts, and `more` are
@@ -189,7 +189,7 @@ DEEPSEEK_V2 = deepseek_family(
         AllowedValuesEntry({"norm_topk_prob": (False,), "scoring_func": ("softmax",)}),
         FixedFieldsEntry({"normalize": False, "score": "softmax", "selection_bias": False}),
     ),
-    DenseFirstEntry(0),
+    FirstKDenseConfigEntry(0),
     KeyEntry("mlp_bias", "mlp_bias", False),
 )
 
@@ -204,7 +204,7 @@ _V3 = deepseek_family(
         AllowedValuesEntry({"scoring_func": ("sigmoid",)}),
         FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
     ),
-    DenseFirstEntry(3, mtp_entry=MTP_LAYERS),
+    FirstKDenseConfigEntry(3, mtp_entry=MTP_LAYERS),
     MTP_LAYERS,
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
@@ -212,7 +212,7 @@ _V3 = deepseek_family(
 
 
 @dataclass(frozen=True)
-class DerivedInitEntry:
+class YoutuInitRangeConfigEntry:
     """Translation to and from config.json of Youtu's `initializer_range`, by default 2 / sqrt(5 hidden_size)."""
 
     handled_config_keys: frozenset[str] = frozenset({"initializer_range"})
@@ -232,7 +232,7 @@ YOUTU = ModelFamily(
     architecture="YoutuForCausalLM",
     entries=(
         *exclude_entries_of_fields(DECODER, "init_std", "tie_embeddings"),
-        DerivedInitEntry(),
+        YoutuInitRangeConfigEntry(),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
         LatentAttentionEntry(),
@@ -297,7 +297,7 @@ GLM4_MOE = ModelFamily(
                 ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1)),
                 FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
             ),
-            DenseFirstEntry(1, mtp_entry=MTP_LAYERS),
+            FirstKDenseConfigEntry(1, mtp_entry=MTP_LAYERS),
         ),
         MTP_LAYERS,
         UniformWindowEntry(supports_windows=False),

@@ -167,7 +167,7 @@ class ModelFamily:
 
         They do not affect what the family's model computes; they are carried, and reported.
         """
-        read, raw = self.known_keys, self.select_text_config(raw)
+        read, raw = self.known_config_keys, self.select_text_config(raw)
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
         return unread + [key for key in find_unused_rope_keys(raw) if key.partition(".")[2] not in read]
 
@@ -181,7 +181,7 @@ class ModelFamily:
         return {**inner, **{key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in raw}}
 
     @property
-    def known_keys(self) -> frozenset[str]:
+    def known_config_keys(self) -> frozenset[str]:
         """Keys of config.json that are translated or change nothing.
         They are all keys that transformers' class or code of the family reads.
         """

@@ -28,7 +28,7 @@ from mega_ckpt.families.disk_layouts import LAYER, QKV, TRANSPOSED, ConcatExpert
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.llama4_decoders import InOutExpertsLayout
 from mega_ckpt.families.moe_entries import (
-    DenseFirstEntry,
+    FirstKDenseConfigEntry,
     MoeInAllLayersEntry,
     MoeSectionEntry,
     SharedExpertsEntry,
@@ -167,7 +167,7 @@ MISTRAL4 = ModelFamily(
                 ExpertGroupsEntry(("greedy", "greedy"), "top2", (1, 1)),
                 FixedFieldsEntry({"score": "softmax"}),
             ),
-            DenseFirstEntry(0),
+            FirstKDenseConfigEntry(0),
         ),
         _NO_WINDOW,
         AllowedValuesEntry({"rope_interleave": (True,)}),

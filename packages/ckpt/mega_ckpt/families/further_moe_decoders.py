@@ -34,8 +34,8 @@ from mega_ckpt.families.moe_entries import (
     MlpLayerTypesEntry,
     MoeInAllLayersEntry,
     MoeSectionEntry,
+    QwenSparseStepConfigEntry,
     SharedExpertsEntry,
-    SparseStepEntry,
     build_per_expert_tensor_rules,
     build_router_config_entries,
 )
@@ -45,8 +45,8 @@ from mega_ckpt.families.window_entries import (
     RopeInWindowsEntry,
     UniformWindowEntry,
     build_sliding_window_fields,
+    build_window_layer_types,
     get_transformers_layer_types,
-    window_layer_types,
 )
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.strict_config import StrictConfig
@@ -125,7 +125,7 @@ class FlintWindowEntry(RopeInWindowsEntry):
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json."""
         layers = layer_indices(raw)
-        kinds = window_layer_types([layer < 2 or layer % 4 == 1 or layer == len(layers) - 1 for layer in layers])
+        kinds = build_window_layer_types([layer < 2 or layer % 4 == 1 or layer == len(layers) - 1 for layer in layers])
         return super().fields_from_config({**raw, "layer_types": raw.get("layer_types") or kinds})
 
 
@@ -149,7 +149,7 @@ FLINT = ModelFamily(
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 1024),
                 FixedFieldsEntry({"score": "sigmoid"}),
             ),
-            SparseStepEntry(dense=(0, 1)),
+            QwenSparseStepConfigEntry(dense=(0, 1)),
         ),
         FixedFieldsEntry({"qk_norm": True, "mlp_bias": False, "attention_sinks": True}),
     ),
@@ -269,7 +269,7 @@ class CohereWindowLayersConfigEntry:
         every, prefix = raw.get("sliding_window_pattern", 4), raw.get("prefix_dense_sliding_window_pattern", 1)
         full = [(layer + 1) % prefix == 0 for layer in layers[:first]]
         full += [(layer + 1) % every == 0 for layer in range(len(layers) - first)]
-        kinds = raw.get("layer_types") or window_layer_types(full)
+        kinds = raw.get("layer_types") or build_window_layer_types(full)
         fields = build_sliding_window_fields(kinds, raw.get("sliding_window", self.size), layers)
         feeds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
         rotated = {layer for layer in layers if prefix == 1 and feeds[layer] == "dense"}

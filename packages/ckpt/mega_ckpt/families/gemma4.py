@@ -27,8 +27,8 @@ from mega_ckpt.families.moe_entries import MoeFieldEntry, MoeInAllLayersEntry, M
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import (
     build_sliding_window_fields,
+    build_window_layer_types,
     get_transformers_layer_types,
-    window_layer_types,
 )
 from mega_common.model_config import ModelConfig
 
@@ -57,7 +57,7 @@ class Gemma4AttentionEntry:
         Raises ConfigMismatchError for settings by layer other than the heads of full-attention layers.
         """
         layers = layer_indices(raw)
-        kinds = list(raw.get("layer_types") or window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
+        kinds = list(raw.get("layer_types") or build_window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
         kinds[-1] = _FULL
         fields, usual = (
             build_sliding_window_fields(kinds, raw.get("sliding_window", self.size), layers),

@@ -74,7 +74,7 @@ def update_config_from_image_processor(vision: VisionConfig, raw: ConfigDict) ->
         raise CheckpointError(error.message, hint=error.hint) from None
 
 
-def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterator[str]:
+def find_unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterator[str]:
     """Yield the settings of an image processor that mega does not support, each as "key = value".
     `raw` is the content of the image processor's configuration.
     """

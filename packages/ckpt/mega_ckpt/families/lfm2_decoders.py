@@ -104,7 +104,7 @@ class Lfm2LayerTypesConfigEntry:
 
 
 @dataclass(frozen=True)
-class AdjustedWidthEntry:
+class Lfm2FfnWidthConfigEntry:
     """Translation to and from config.json of the width of LFM2's feed-forward blocks.
     By default it is 2/3 of `intermediate_size`, times a factor, rounded up to a multiple.
     """
@@ -165,7 +165,7 @@ LFM2 = ModelFamily(
     architecture="Lfm2ForCausalLM",
     entries=(
         *_ENTRIES,
-        AdjustedWidthEntry(),
+        Lfm2FfnWidthConfigEntry(),
         Lfm2LayerTypesConfigEntry(),
         AllowedValuesEntry({"block_use_swiglu": (True,)}),
     ),

@@ -36,8 +36,8 @@ from mega_ckpt.families.window_entries import (
     RopeInWindowsEntry,
     UniformWindowEntry,
     build_sliding_window_fields,
+    build_window_layer_types,
     get_transformers_layer_types,
-    window_layer_types,
 )
 from mega_common.model_config import ModelConfig
 
@@ -326,7 +326,9 @@ class NoRopeLayersEntry:
             )
         unrotated = [layer for layer in layers if not rotated[layer]]
         size = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-        kinds = raw.get("layer_types") or window_layer_types([not size or layer not in unrotated for layer in layers])
+        kinds = raw.get("layer_types") or build_window_layer_types(
+            [not size or layer not in unrotated for layer in layers]
+        )
         return {"no_rope_layers": unrotated or None, **build_sliding_window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

@@ -32,14 +32,19 @@ from mega_ckpt.families.moe_entries import (
     MlpLayerTypesEntry,
     MoeInAllLayersEntry,
     MoeSectionEntry,
+    QwenSparseStepConfigEntry,
     SharedExpertsEntry,
-    SparseStepEntry,
     build_per_expert_tensor_rules,
     build_router_config_entries,
     moe_layer_indices,
 )
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
-from mega_ckpt.families.window_entries import LayerTypesEntry, QwenWindowEntry, SwitchedWindowEntry, UniformWindowEntry
+from mega_ckpt.families.window_entries import (
+    LayerTypesEntry,
+    OptionalWindowConfigEntry,
+    QwenWindowEntry,
+    UniformWindowEntry,
+)
 from mega_common.model_config import ModelConfig
 
 _MOE = "model.layers.{i}.block_sparse_moe"
@@ -86,7 +91,7 @@ QWEN2_MOE = ModelFamily(
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size"),
                 FixedFieldsEntry({"shared_gate": True}),
             ),
-            SparseStepEntry(),
+            QwenSparseStepConfigEntry(),
         ),
         FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
     ),
@@ -101,14 +106,14 @@ QWEN3_MOE = ModelFamily(
         *DECODER,
         KeyValueHeadsEntry(kv_default=4),
         RopeEntry(),
-        SwitchedWindowEntry(),
+        OptionalWindowConfigEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         MoeSectionEntry(
             (
                 *build_router_config_entries("num_experts num_local_experts", top_k=8, normalize=False),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
             ),
-            SparseStepEntry(),
+            QwenSparseStepConfigEntry(),
         ),
         FixedFieldsEntry({"mlp_bias": False, "qk_norm": True}),
     ),
@@ -195,7 +200,7 @@ MELLUM = ModelFamily(
 
 
 @dataclass(frozen=True)
-class LayerIntervalEntry:
+class ErnieMoeLayersConfigEntry:
     """`MoeLayersEntry` of ERNIE 4.5: experts in every n-th layer between a first and a last."""
 
     handled_config_keys: frozenset[str] = frozenset(
@@ -241,7 +246,7 @@ ERNIE4_5_MOE = ModelFamily(
                 SharedExpertsEntry(2, "moe_num_shared_experts", may_be_absent=True),
                 FixedFieldsEntry({"normalize": True, "selection_bias": True}),
             ),
-            LayerIntervalEntry(),
+            ErnieMoeLayersConfigEntry(),
         ),
         AllowedValuesEntry({"use_bias": (False,), "moe_norm_min": (1e-12,)}),
         FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),

@@ -146,7 +146,7 @@ class MoeInLayerPatternEntry:
 
 
 @dataclass(frozen=True)
-class SparseStepEntry:
+class QwenSparseStepConfigEntry:
     """`MoeLayersEntry` of Qwen, with experts in every n-th layer.
     The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts; if the key is absent, those in `dense`.
     """
@@ -171,7 +171,7 @@ class SparseStepEntry:
 
 
 @dataclass(frozen=True)
-class DenseFirstEntry:
+class FirstKDenseConfigEntry:
     """`MoeLayersEntry` of DeepSeek, whose first `first_k_dense_replace` layers are dense.
     All others have experts, multi-token prediction (MTP) layers included.
 

@@ -84,7 +84,7 @@ class OlmoHybridLayersEntry:
 
 
 @dataclass(frozen=True)
-class NullRopeEntry:
+class OptionalRopeConfigEntry:
     """Translation to and from config.json of rotary positions, or of none if `rope_theta` or `rope_type` is null, as on the hub."""
 
     rope: RopeEntry
@@ -165,7 +165,7 @@ OLMO_HYBRID = OlmoHybridFamily(
         *exclude_entries_of_fields(llama_config_entries(norm_eps=1e-6), "norm"),
         FixedFieldsEntry({"norm": "rmsnorm"}),
         KeyValueHeadsEntry(explicit_dim=False),
-        NullRopeEntry(RopeEntry()),
+        OptionalRopeConfigEntry(RopeEntry()),
         OlmoHybridLayersEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         *NO_WINDOW,

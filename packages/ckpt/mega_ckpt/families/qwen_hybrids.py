@@ -38,7 +38,7 @@ from mega_ckpt.families.moe_entries import (
     MoeFieldEntry,
     MoeInLayerPatternEntry,
     MoeSectionEntry,
-    SparseStepEntry,
+    QwenSparseStepConfigEntry,
     build_per_expert_tensor_rules,
 )
 from mega_ckpt.families.rope_entries import RopeEntry
@@ -94,7 +94,7 @@ class QwenLayersEntry:
     def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that set the kind of each layer."""
         return frozenset({"layer_types", "full_attention_interval"}) | (
-            SparseStepEntry().handled_config_keys if not self.feed else set()
+            QwenSparseStepConfigEntry().handled_config_keys if not self.feed else set()
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class QwenLayersEntry:
     def _feed_forward_kinds(self, raw: ConfigDict, layers: Sequence[int]) -> list[str]:
         if self.feed:
             return [self.feed] * len(layers)
-        sparse = SparseStepEntry().fields_from_config(raw)
+        sparse = QwenSparseStepConfigEntry().fields_from_config(raw)
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class QwenLayersEntry:
         """
         out = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "delta"))}
         if not self.feed:
-            return {**out, **SparseStepEntry().config_from_fields(model)}
+            return {**out, **QwenSparseStepConfigEntry().config_from_fields(model)}
         if any(kind.feed_forward != self.feed for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all have the feed-forward block {self.feed!r}")
         return out

@@ -22,7 +22,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.llama_decoders import QWEN2
-from mega_ckpt.families.moe_entries import MoeSectionEntry, SparseStepEntry, build_router_config_entries
+from mega_ckpt.families.moe_entries import MoeSectionEntry, QwenSparseStepConfigEntry, build_router_config_entries
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.vision_family import PatchConvLayout, VisionLanguageFamily, VisionLanguageTensorNaming
 from mega_common.model_config import ModelConfig
@@ -204,7 +204,7 @@ QWEN3_VL_MOE_TEXT = ModelFamily(
                 *build_router_config_entries("num_experts num_local_experts", top_k=4, normalize=True, experts=60),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 1408),
             ),
-            SparseStepEntry(),
+            QwenSparseStepConfigEntry(),
         ),
     ),
     rules=(

@@ -24,7 +24,7 @@ from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.hybrid_entries import UnusedFieldsEntry
 from mega_ckpt.families.moe_entries import (
     SHARED_MLP_RULES,
-    DenseFirstEntry,
+    FirstKDenseConfigEntry,
     MlpLayerTypesEntry,
     MoeFieldEntry,
     MoeInAllLayersEntry,
@@ -127,7 +127,8 @@ DOTS1 = ModelFamily(
         QwenWindowEntry(first=62, switched=False),
         _BOTH_BIASES,
         MoeSectionEntry(
-            (*build_sigmoid_router_config_entries(None, None, 1.0, False), SharedExpertsEntry(...)), DenseFirstEntry(0)
+            (*build_sigmoid_router_config_entries(None, None, 1.0, False), SharedExpertsEntry(...)),
+            FirstKDenseConfigEntry(0),
         ),
         FixedFieldsEntry({"qk_norm": True, "mlp_bias": False}),
     ),
@@ -232,7 +233,7 @@ AFMOE = ModelFamily(
         RopeEntry(),
         RopeInWindowsEntry(every_key="global_attn_every_n_layers", size=1024),
         KeyEntry("mup_enabled", "scale_embeddings", False),
-        MoeSectionEntry(_AFMOE_ROUTER, DenseFirstEntry(1, key="num_dense_layers")),
+        MoeSectionEntry(_AFMOE_ROUTER, FirstKDenseConfigEntry(1, key="num_dense_layers")),
         AllowedValuesEntry({"attention_bias": (False,)}),
         FixedFieldsEntry({"qk_norm": True, "attention_gate": True, "norm_position": "both"}),
         _NO_BIASES,

@@ -30,7 +30,7 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class StackLayersEntry:
+class T5LayerCountsConfigEntry:
     """Translation to and from config.json of the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
 
     handled_config_keys: frozenset[str] = frozenset(
@@ -93,7 +93,7 @@ class RelativePositionsEntry:
 
 
 @dataclass(frozen=True)
-class OutputScaleEntry:
+class T5OutputScaleConfigEntry:
     """Translation to and from config.json of T5's output projection, and the scale hidden_size^-0.5 of its input.
     T5 1.0 uses the scale and ties the projection to the embedding; 1.1 does neither.
 
@@ -224,7 +224,7 @@ def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Confi
         KeyEntry("layer_norm_epsilon", "norm_eps", 1e-6),
         KeyEntry("feed_forward_proj", "activation", activation, _ACTIVATIONS),
         KeyEntry("n_positions max_position_embeddings", "max_position", 512),
-        T5HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
+        T5HeadSizeEntry(), T5LayerCountsConfigEntry(), RelativePositionsEntry(every_layer), T5OutputScaleConfigEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
         FixedFieldsEntry({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
         AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
     )  # fmt: skip

@@ -76,7 +76,7 @@ class LayerTypesEntry:
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
         shift = 1 if self.first is None else -self.first
         full = [(layer + shift) % every == 0 if every else not size for layer in layers]
-        return build_sliding_window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
+        return build_sliding_window_fields(raw.get("layer_types") or build_window_layer_types(full), size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys `layer_types` and `sliding_window`.
@@ -112,7 +112,7 @@ class QwenWindowEntry:
         size = raw.get("sliding_window", self.size) if used else None
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
         return build_sliding_window_fields(
-            raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers
+            raw.get("layer_types") or build_window_layer_types([each or not size for each in full]), size, layers
         )
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class QwenWindowEntry:
 
 
 @dataclass(frozen=True)
-class SwitchedWindowEntry:
+class OptionalWindowConfigEntry:
     """Translation to and from config.json of one sliding window in every layer or none, selected by `use_sliding_window`."""
 
     size: int = 4096
@@ -185,7 +185,7 @@ class RopeInWindowsEntry:
         kinds, every = raw.get("layer_types"), raw.get(self.every_key, self.every)
         if not kinds and not isinstance(every, int):
             raise ConfigMismatchError(f"{self.every_key} = {every!r} is not supported (only a number)")
-        kinds = kinds or window_layer_types([(layer + 1) % every == 0 for layer in layers])
+        kinds = kinds or build_window_layer_types([(layer + 1) % every == 0 for layer in layers])
         fields = build_sliding_window_fields(kinds, size, layers)
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
@@ -217,10 +217,10 @@ def check_layer_types(raw: ConfigDict, size: int | None) -> None:
 
 def get_transformers_layer_types(model: ModelConfig) -> list[str]:
     """Return transformers' `layer_types` for `model`: "full_attention" or "sliding_attention" per layer."""
-    return window_layer_types([model.get_attention_window(layer) is None for layer in range(model.num_layers)])
+    return build_window_layer_types([model.get_attention_window(layer) is None for layer in range(model.num_layers)])
 
 
-def window_layer_types(full: Sequence[bool]) -> list[str]:
+def build_window_layer_types(full: Sequence[bool]) -> list[str]:
     """Return transformers' `layer_types`: "full_attention" for each True in `full`, "sliding_attention" for each False."""
     return [_FULL if each else _LOCAL for each in full]
 

@@ -82,7 +82,9 @@ OPTIMIZER_FOLDER = "optimizer"  # Colossal-AI's folder of the optimizer state, a
 BY_NUMBER = "the moments are stored by parameter number"
 
 
-def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]) -> NamedAdamState:
+def attach_adam_moments(
+    path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]
+) -> NamedAdamState:
     """Return `weights` with the Adam moments of a torch optimizer's state dict.
     The numbered parameters of the state dict, `optimizer`, are in the order of `weights`.
     """
@@ -156,7 +158,7 @@ def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredT
             "state": {key: one for part in parts for key, one in part.items()},
             "param_groups": load_torch_archive(index.parent / GROUPS),
         }
-    return attach_moments(index, weights, optimizer)
+    return attach_adam_moments(index, weights, optimizer)
 
 
 def _distinct_names(weights: Mapping[str, StoredTensor]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats import dcp
-from mega_ckpt.formats.adam_state import NamedAdamState, attach_moments, parse_integer, to_lazy_tensor
+from mega_ckpt.formats.adam_state import NamedAdamState, attach_adam_moments, parse_integer, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
 from mega_ckpt.weight_source import MOMENTS
@@ -114,7 +114,7 @@ def _without_zero(folder: Path, model: Mapping[str, Any], held: Mapping[str, Laz
         return NamedAdamState(held)
     buffers = set(model.get("buffer_names") or ())
     weights = {name: one for name, one in _module_state(model, folder).items() if name in held and name not in buffers}
-    found = attach_moments(folder, weights, optimizer)
+    found = attach_adam_moments(folder, weights, optimizer)
     return replace(found, weights=held, steps=_count_updates(model), samples=parse_integer(model.get("global_samples")))
 
 

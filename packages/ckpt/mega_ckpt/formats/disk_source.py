@@ -36,7 +36,7 @@ class LazyTensor:
     costly: bool = False
 
 
-class DiskSource:
+class DiskWeightSource:
     """A `WeightSource` of weights in files with a model family's own tensor names and layouts.
     At most one tensor that is costly to read is kept in memory.
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from mega_ckpt.formats import dcp
-from mega_ckpt.formats.adam_state import NamedAdamState, attach_moments, parse_integer, to_lazy_tensor
+from mega_ckpt.formats.adam_state import NamedAdamState, attach_adam_moments, parse_integer, to_lazy_tensor
 from mega_ckpt.formats.deepspeed_checkpoint import MODEL_STATES, read_universal_checkpoint, read_zero_checkpoint
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
@@ -39,19 +39,19 @@ def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
     """
     for inside in _candidate_folders(folder):
         if (inside / dcp.METADATA).is_file():
-            return _read_dcp_state(inside).rename_weights(strip_wrappers)
+            return _read_dcp_state(inside).rename_weights(strip_module_wrapper_prefixes)
         if (inside / "zero").is_dir():
-            return read_universal_checkpoint(inside).rename_weights(strip_wrappers)
+            return read_universal_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
         if any(inside.glob(MODEL_STATES)):
-            return read_zero_checkpoint(inside).rename_weights(strip_wrappers)
+            return read_zero_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
     archives = sorted(path for pattern in ("*.ckpt", "*.pth") for path in folder.glob(pattern))
     if len(archives) > 1:
         names = ", ".join(path.name for path in archives)
         raise CheckpointError(f"{folder}: has several checkpoints: {names}", hint="keep only one in the folder")
-    return _read_archive_state(archives[0]).rename_weights(strip_wrappers) if archives else None
+    return _read_archive_state(archives[0]).rename_weights(strip_module_wrapper_prefixes) if archives else None
 
 
-def strip_wrappers(name: str) -> str:
+def strip_module_wrapper_prefixes(name: str) -> str:
     """Return a tensor's name without the parts that module wrappers such as DDP insert (`WRAPPERS`)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -116,5 +116,5 @@ def _read_archive_state(path: Path) -> NamedAdamState:
         raise CheckpointError(f"{path}: requires a `state_dict`, as in checkpoints of Lightning and LitGPT")
     optimizers = held.get("optimizer_states", [held["optimizer"]] if "optimizer" in held else [])
     if len(optimizers) == 1 and state is not held:
-        return attach_moments(path, weights, optimizers[0])
+        return attach_adam_moments(path, weights, optimizers[0])
     return NamedAdamState({name: to_lazy_tensor(path, one) for name, one in weights.items()})

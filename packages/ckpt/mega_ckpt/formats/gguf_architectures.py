@@ -221,7 +221,7 @@ def map_gguf_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
     return {**_KEYS, **architecture.keys}
 
 
-def gguf_architecture_of(file: GgufModel) -> GgufArchitecture:
+def detect_gguf_architecture(file: GgufModel) -> GgufArchitecture:
     """Return the supported architecture of a GGUF file, by its metadata; CheckpointError if it is not supported.
 
     Raises:
@@ -238,7 +238,7 @@ def gguf_architecture_of(file: GgufModel) -> GgufArchitecture:
     return ARCHITECTURES[name]
 
 
-def gguf_config_json(file: GgufModel, architecture: GgufArchitecture) -> GgufMetadata:
+def build_config_json_from_gguf(file: GgufModel, architecture: GgufArchitecture) -> GgufMetadata:
     """Return the content of a HuggingFace config.json for the model in a GGUF file, from its metadata.
 
     Raises:

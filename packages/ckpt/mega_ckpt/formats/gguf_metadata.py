@@ -23,7 +23,7 @@ from mega_ckpt.formats.gguf_architectures import (
     ARCHITECTURES,
     GgufArchitecture,
     GgufMetadata,
-    gguf_config_json,
+    build_config_json_from_gguf,
     map_gguf_config_keys,
 )
 from mega_ckpt.formats.gguf_file import GgufModel
@@ -94,7 +94,7 @@ def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescripti
         Path(f"{name}.gguf"), {"general.architecture": name, **metadata}, _empty_tensors(description), None
     )
     try:
-        config = gguf_config_json(file, architecture)
+        config = build_config_json_from_gguf(file, architecture)
         read = find_family_by_name(config["model_type"]).read_config_json(config)
     except CheckpointError as error:
         return description, [error.message]

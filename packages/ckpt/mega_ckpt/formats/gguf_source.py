@@ -21,8 +21,8 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families import find_family_by_name
 from mega_ckpt.families.disk_layouts import expand_tensor_rules
 from mega_ckpt.formats.dcp import convert_parse_errors
-from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
-from mega_ckpt.formats.gguf_architectures import GgufArchitecture, gguf_architecture_of, gguf_config_json
+from mega_ckpt.formats.disk_source import DiskWeightSource, LazyTensor
+from mega_ckpt.formats.gguf_architectures import GgufArchitecture, build_config_json_from_gguf, detect_gguf_architecture
 from mega_ckpt.formats.gguf_file import GgufModel, open_gguf_model
 from mega_ckpt.formats.hf_source import CONFIG, check_tensor_table
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping
@@ -181,7 +181,7 @@ def _config(metadata: Mapping[str, Any]) -> bytes:
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read as settings
 
 
-class GgufSource(DiskSource):
+class GgufSource(DiskWeightSource):
     """A `WeightSource` of the model in a GGUF file; quantized weights are dequantized when read.
 
     Raises:
@@ -190,9 +190,9 @@ class GgufSource(DiskSource):
 
     def __init__(self, path: Path) -> None:
         file = open_gguf_model(path)
-        architecture = gguf_architecture_of(file)
+        architecture = detect_gguf_architecture(file)
         with convert_parse_errors(f"{path}: its metadata does not describe a model"):
-            raw = gguf_config_json(file, architecture)
+            raw = build_config_json_from_gguf(file, architecture)
             self.family = find_family_by_name(raw["model_type"])
             model = self.family.read_config_json(raw, str(path))
         self._file, self._raw = file, raw

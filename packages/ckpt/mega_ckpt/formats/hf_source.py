@@ -19,7 +19,7 @@ from mega_ckpt.families import ModelFamily, detect_model_family, find_family_exp
 from mega_ckpt.families.disk_layouts import DiskTensor
 from mega_ckpt.families.trainer_naming import adapt_family_to_tensor_naming
 from mega_ckpt.formats import litgpt
-from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
+from mega_ckpt.formats.disk_source import DiskWeightSource, LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import LATEST, strip_common_prefix
 from mega_ckpt.formats.hf_weight_files import (
     INDEX,
@@ -66,7 +66,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.ckpt", "*.pth", "latest", "zero
 _TEMPLATES = "additional_chat_templates"
 
 
-class HfSource(DiskSource):
+class HfSource(DiskWeightSource):
     """A `WeightSource` of a HuggingFace folder, dequantized.
     The attribute `unread` lists the keys of config.json that neither transformers nor mega reads. `families` come from extensions.
 
@@ -133,7 +133,7 @@ class HfSource(DiskSource):
         state = make_trainer_state(self.model, samples=trained.samples or 0, updates=trained.steps)
         return ConvertedTrainingState(trained.steps, state, tensors)
 
-    def _moment_source(self, saved: Mapping[str, LazyTensor], kind: str) -> DiskSource:
+    def _moment_source(self, saved: Mapping[str, LazyTensor], kind: str) -> DiskWeightSource:
         """Return one of the moments, which have the layout of the weights."""
         moments = strip_common_prefix(saved, set(self._table))
         shared = self._naming.duplicate_tensors(self.model).items()
@@ -145,7 +145,7 @@ class HfSource(DiskSource):
         check_tensor_table(
             table, {name: moments[name].shape for name in table}, self.folder, f"{kind} of a {self.family.name}"
         )
-        return DiskSource(self.folder, self.model, table, moments)
+        return DiskWeightSource(self.folder, self.model, table, moments)
 
     def _check_duplicates(self, table: Mapping[str, DiskTensor]) -> None:
         """Check that both copies of a tensor that is stored twice, such as tied embeddings, are equal."""
@@ -260,7 +260,7 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
     return model.model_copy(update={"vision": vision})
 
 
-def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
+def warn_of_unread_config_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
     """Log warnings of config.json keys that nothing reads.
     The keys are `keys`. Image preprocessing settings that mega does not apply are warned of, too.
     """
@@ -268,7 +268,7 @@ def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig)
         logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
     if model.vision is not None:
         settings = image_processor.read_image_processor_settings(partial(_read_sibling, path.parent))
-        if ignored := list(image_processor.unsupported_image_settings(model.vision, settings)):
+        if ignored := list(image_processor.find_unsupported_image_settings(model.vision, settings)):
             logger.warning(
                 "%s: these settings of its image processor are not supported and ignored: %s",
                 path.parent, ", ".join(ignored),

@@ -44,7 +44,7 @@ from mega_ckpt.formats.quantized_parts import (
     find_unquantized_layers,
     list_quantized_parts,
     quantize_calibrated_weights,
-    replace_quantized,
+    replace_quantized_weights,
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
@@ -202,7 +202,7 @@ def plan_hf_folder(
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
     constants = _list_constants(chosen, source.model, next(iter(tensors.values()))[0], buffers, shapes)
     buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
-    written = replace_quantized(tensors, table, quantized) | buffers
+    written = replace_quantized_weights(tensors, table, quantized) | buffers
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:

@@ -32,7 +32,7 @@ from mega_ckpt.formats.megatron_names import (
     STACKS,
     infer_megatron_args_from_names,
     normalize_megatron_tensor_name,
-    split_layer_prefix,
+    split_megatron_layer_prefix,
 )
 from mega_ckpt.formats.torch_archive import load_torch_archive, namespace_attributes
 from mega_ckpt.tensor_pieces import TensorShape, split_flat_range
@@ -204,7 +204,7 @@ def _add_layers(
     chunks: Sequence[StoredTensorSlice],
 ) -> None:
     """Add a tensor, split into layers, under the names of the single layers."""
-    head, tail = split_layer_prefix(key)
+    head, tail = split_megatron_layer_prefix(key)
     if _CONV1D.fullmatch(tail) and len(shape) == 3:
         chunks, shape = [_drop_conv_axis(chunk) for chunk in chunks], (shape[0], shape[2])
     stacked = head in STACKS

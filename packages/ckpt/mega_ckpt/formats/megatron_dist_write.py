@@ -34,7 +34,7 @@ from mega_ckpt.formats.megatron_names import (
     count_encoder_or_decoder_layers,
     is_hybrid_model,
     is_projection_weight,
-    split_layer_prefix,
+    split_megatron_layer_prefix,
 )
 from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable_file
 from mega_ckpt.formats.torch_archive import load_torch_archive
@@ -124,7 +124,7 @@ class _LayerStack:
 
     @classmethod
     def from_part(cls, part: MegatronTensorMapping, model: ModelConfig) -> _LayerStack:
-        head, _ = split_layer_prefix(part.name)
+        head, _ = split_megatron_layer_prefix(part.name)
         alike = len(set(model.layer_kinds[: model.num_layers])) == 1 and not is_hybrid_model(model)
         stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
         layer = int(head.split(".")[2]) if stack else None
@@ -132,7 +132,7 @@ class _LayerStack:
 
     def tensor_keys(self, part: MegatronTensorMapping, *, latent: bool) -> list[str]:
         """Return the names of a tensor: all of them if its name depends on the kind of layer."""
-        head, tail = split_layer_prefix(part.name)
+        head, tail = split_megatron_layer_prefix(part.name)
         tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
         names = [(self.name or head) + name for name in tails]
         return [*names, part.also] if part.also else names

@@ -27,7 +27,7 @@ from mega_ckpt.formats.megatron_names import (
     MegatronTensorMapping,
     infer_megatron_args_from_names,
     normalize_megatron_tensor_name,
-    split_layer_prefix,
+    split_megatron_layer_prefix,
 )
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive, namespace_attributes
 from mega_ckpt.tensor_pieces import TensorShape
@@ -203,7 +203,7 @@ def _locate_in_part(
     name: str, stored: StoredTensor, parts: Mapping[str, MegatronTensorMapping], ep: int
 ) -> tuple[str, _LocalTensor]:
     """Return the name of the part that a tensor belongs to, and its rectangle of the part."""
-    head, tail = split_layer_prefix(name)
+    head, tail = split_megatron_layer_prefix(name)
     for pattern in _BY_EXPERT:
         if found := re.fullmatch(pattern, tail):
             local = _LocalTensor((1, *stored.shape), stored, lambda tensor: tensor[None], int(found["expert"]))

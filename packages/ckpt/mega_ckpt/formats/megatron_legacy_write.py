@@ -26,7 +26,7 @@ from mega_ckpt.formats.megatron_names import (
     STACKS,
     MegatronTensorMapping,
     is_projection_weight,
-    split_layer_prefix,
+    split_megatron_layer_prefix,
 )
 from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable_file
 from mega_ckpt.formats.torch_archive import load_torch_archive
@@ -97,12 +97,14 @@ def _iter_rank_tensors(writing: MegatronWriteInput, tp: int, pp: int) -> Iterato
     own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
     for parts in _group_fused_parts(writing.parts):
         part, *others = parts
-        head, tail = split_layer_prefix(part.name)
+        head, tail = split_megatron_layer_prefix(part.name)
         if head.startswith(STACKS):
             stack, _, number = head[:-1].rpartition(".")
             layer = int(number) - pp * own
             if 0 <= layer < own and others:
-                yield _fused_tensor(f"{stack}.{layer}.{split_layer_prefix(part.inside)[1]}", parts, tp, writing.tp)
+                yield _fused_tensor(
+                    f"{stack}.{layer}.{split_megatron_layer_prefix(part.inside)[1]}", parts, tp, writing.tp
+                )
             elif 0 <= layer < own:
                 yield from _iter_layer_tensors(writing, part, f"{stack}.{layer}.", tail, tp)
         elif first if part.name.startswith("embedding.") else last:

@@ -318,7 +318,7 @@ def infer_megatron_args_from_names(names: Iterable[str]) -> dict[str, Any]:
     names = set(names)
     if "lm_head.dense.weight" in names:
         return {"is_encoder": True}
-    layers = {split_layer_prefix(name)[0] for name in names}
+    layers = {split_megatron_layer_prefix(name)[0] for name in names}
     encoder, decoder = (sum(head.startswith(stack) for head in layers) for stack in STACKS)
     if not (encoder and decoder):
         return {}
@@ -329,7 +329,7 @@ def normalize_megatron_tensor_name(name: str) -> str:
     """Return the name that `list_megatron_tensor_mappings` uses for a tensor of a Megatron checkpoint.
     The tensor's name may be from any version of Megatron and kind of layer.
     """
-    head, tail = split_layer_prefix(name)
+    head, tail = split_megatron_layer_prefix(name)
     for pattern, replacement in _ALIASES:
         tail = re.sub(rf"^{pattern}", replacement, tail)
     return head + tail
@@ -362,7 +362,7 @@ def is_hybrid_model(model: ModelConfig) -> bool:
     return any(None in kind for kind in model.layer_kinds)
 
 
-def split_layer_prefix(name: str) -> tuple[str, str]:
+def split_megatron_layer_prefix(name: str) -> tuple[str, str]:
     """Split a Megatron tensor name into its layer prefix and the rest.
     The result is ('decoder.layers.3.', rest), without a number ('decoder.layers.', rest), for encoders accordingly, or
     ('', name) outside layers.

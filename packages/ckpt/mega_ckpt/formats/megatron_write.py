@@ -83,7 +83,7 @@ class MegatronWriteInput:
         return out
 
 
-def write_release_folder(
+def write_megatron_release_folder(
     writing: MegatronWriteInput,
     folder: Path,
     write: Callable[[MegatronWriteInput, Path, Callable[[int], object], RunOnce], None],

@@ -34,9 +34,9 @@ from mega_ckpt.formats.hf_source import find_additional_templates
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping, read_json_mapping
 from mega_ckpt.formats.peft_tensor_changes import (
     WEIGHTS,
-    alpha_of_module,
     check_lora_factors,
     check_peft_options,
+    get_lora_alpha_of_module,
     open_adapter_weights,
     take_peft_tensor_changes,
 )
@@ -92,7 +92,7 @@ class PeftModule:
                 rows[:, columns[part]] = factor * (adapter.modules[part].scale / scale)
         return torch.cat(list(a.values())), b, scale
 
-    def join_magnitudes(self, adapter: SavedAdapter, base: WeightSource) -> Tensor:
+    def join_dora_magnitudes(self, adapter: SavedAdapter, base: WeightSource) -> Tensor:
         """Return the DoRA magnitudes [outputs] of the module's rows, joined from its projections.
         A projection without an adapter keeps its row norms.
         """
@@ -287,7 +287,7 @@ def _encode_adapter(
             tensors |= {module.name + A: a, module.name + B: b}
             ranks[module.name] = len(a)
             if adapter.lora.dora:
-                tensors[module.name + MAGNITUDE] = module.join_magnitudes(adapter, base)
+                tensors[module.name + MAGNITUDE] = module.join_dora_magnitudes(adapter, base)
             done |= own
     stacked = {part: of for part, of in adapter.modules.items() if of.num_experts is not None}
     for part, of in stacked.items() if family.name in _STACKED else ():
@@ -342,7 +342,7 @@ def _lora_config(
         rank=rank, alpha=usual, rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")), dropout=float(config.get("lora_dropout") or 0.0), modules=[re.escape(part) for part in ranks] or [_NO_MODULE],
         ranks={re.escape(part): own for part, own in ranks.items() if own != rank},
-        alphas={re.escape(part): own for part in ranks if (own := alpha_of_module(config, names[part])) != usual},
+        alphas={re.escape(part): own for part in ranks if (own := get_lora_alpha_of_module(config, names[part])) != usual},
         modules_to_save=[re.escape(name.rpartition(".")[0]) for name in saved],
     )  # fmt: skip
 

@@ -108,7 +108,7 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
         )
 
 
-def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
+def get_lora_alpha_of_module(config: Mapping[str, Any], module: str) -> float:
     """Return the LoRA alpha of a module, by its name in transformers.
     The alpha is from the first pattern in `alpha_pattern` that matches, else `lora_alpha`. For a weight in
     `target_parameters`, PEFT matches the name of the parameter.
@@ -120,9 +120,9 @@ def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
     return float(next(own, config.get("lora_alpha", 8)))
 
 
-def scale_of_module(config: Mapping[str, Any], module: str, rank: int) -> float:
+def get_lora_scale_of_module(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the scale of the LoRA product B A of a module: alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
-    return alpha_of_module(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return get_lora_alpha_of_module(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 _EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
@@ -297,12 +297,12 @@ def _take_change(
     if kind == "bias" and module + _BIAS in left:
         key = left.pop(module + _BIAS)
         rank = ranks[key.removesuffix(_BIAS) + A]
-        return replace(out, bias=key, scale=scale_of_module(config, module, rank))
+        return replace(out, bias=key, scale=get_lora_scale_of_module(config, module, rank))
     if kind != "weight" or len(disk.shape) != 2:
         return out
     for down, up in ((_EMBEDDING_A, _EMBEDDING_B), (A, B)):
         if module + down in left and module + up in left:
-            scale = scale_of_module(config, module, ranks[left[module + down]])
+            scale = get_lora_scale_of_module(config, module, ranks[left[module + down]])
             keys = left.pop(module + down), left.pop(module + up), left.pop(module + MAGNITUDE, None)
             out = replace(out, down=keys[0], up=keys[1], magnitude=keys[2], scale=scale, embedding=down == _EMBEDDING_A)
     for suffix in _ROWS:

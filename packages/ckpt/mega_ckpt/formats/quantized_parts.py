@@ -153,7 +153,7 @@ def find_unquantized_layers(table: Mapping[str, DiskTensor], tensors: TensorType
     return sorted({"lm_head"} | {name.removesuffix(".weight") for name in matrices if name not in linear})
 
 
-def replace_quantized(
+def replace_quantized_weights(
     tensors: TensorTypes, table: Mapping[str, DiskTensor], quantized: Mapping[str, QuantizedWeightPart]
 ) -> dict[str, tuple[torch.dtype, TensorShape]]:
     """Return dtypes and shapes of the tensors to write, in which quantized weights are replaced by their parts."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.safe_pickles import MAX_PICKLE_BYTES, PickledObjectPlaceholder, load_untrusted_pickle
-from mega_ckpt.storage import map_file_range
+from mega_ckpt.storage import mmap_file_range
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
@@ -58,7 +58,7 @@ class StoredTensor:
         if not math.prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
         with open(self.path, "rb") as file:
-            data = map_file_range(file, self.begin + self.start * size, self.begin + last * size)
+            data = mmap_file_range(file, self.begin + self.start * size, self.begin + last * size)
         aligned = data if self.begin % size == 0 else data.clone()
         return aligned.view(self.dtype).as_strided(self.shape, self.stride)
 

@@ -61,7 +61,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_in_order(
+def parallel_map_in_order(
     call: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
     """Yield each item with the result of `call` on it, in input order.
@@ -272,7 +272,7 @@ class CleaningRun:
             bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
             stack.callback(self.journal.close)
             reading = ResumableReader(sources, self.settings.json_key, skipped_files, done, bar, whole=True)
-            judged = map_in_order(
+            judged = parallel_map_in_order(
                 partial(clean_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
             )
             for batch, result in stack.enter_context(contextlib.closing(judged)):
@@ -348,7 +348,7 @@ class CleaningRun:
         task = partial(remove_part_duplicates, work=self.work, config=self.config, names=names)
         with (
             ProgressBar("removing duplicates", total=bounds[-1] - bounds[0] or None, unit="documents") as bar,
-            contextlib.closing(map_in_order(task, parts, self.workers)) as results,
+            contextlib.closing(parallel_map_in_order(task, parts, self.workers)) as results,
         ):
             for part, tally in results:
                 state.tally.add_tally(tally, self.config.samples)

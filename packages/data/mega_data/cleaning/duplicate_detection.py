@@ -110,13 +110,13 @@ def find_first_near_duplicates(
                 a, b = documents[start : start + CHUNK], firsts[start : start + CHUNK]
                 new = leaders[a] != leaders[b]
                 a, b = a[new], b[new]
-                similar = estimate_similarity(signatures, a, b) >= settings.threshold
+                similar = estimate_jaccard_similarity(signatures, a, b) >= settings.threshold
                 _join_clusters(leaders, a[similar], b[similar])
             bar.advance(1)
     return _find_roots(leaders, np.arange(len(leaders)))
 
 
-def estimate_similarity(signatures: Signatures, a: Numbers, b: Numbers) -> npt.NDArray[np.float64]:
+def estimate_jaccard_similarity(signatures: Signatures, a: Numbers, b: Numbers) -> npt.NDArray[np.float64]:
     """Return an estimate of the Jaccard similarity of each document pair (`a[i]`, `b[i]`).
     It is the share of equal MinHash values.
 

@@ -25,7 +25,7 @@ from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
 from mega_data.cleaning.document_judge import CleaningTally, DocumentAndByteCounts, RuleExample
 from mega_data.cleaning.duplicate_detection import (
     Numbers,
-    estimate_similarity,
+    estimate_jaccard_similarity,
     find_first_exact_duplicates,
     find_first_near_duplicates,
 )
@@ -113,7 +113,7 @@ class FirstPassDeduplication:
         near = part.start + np.flatnonzero(self.rules == NEAR)
         if near.size:
             signatures = load_signatures(work, config.duplicates)
-            self.similarity[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
+            self.similarity[near - part.start] = estimate_jaccard_similarity(signatures, near, self.leaders[near])
         self.tally = CleaningTally()
 
     def write_files(self) -> CleaningTally:

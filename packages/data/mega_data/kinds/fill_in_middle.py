@@ -26,7 +26,7 @@ from mega_data.kinds.packed_documents import (
     PackedSamples,
     find_document_bounds,
     reject_megatron_order,
-    split_documents,
+    split_documents_into_segments,
 )
 from mega_data.kinds.running_text import EndOfDocumentRules, TextSamples, build_token_windows
 from mega_data.sampling.dataset_parts import DatasetPart
@@ -162,7 +162,7 @@ class FimDocumentSamples(PackedSamples):
             find_document_bounds(reader, self._part.first, self._part.last),
             self._setting.config.long_documents,
         )
-        pieces = split_documents(reader, *bounds, self._seq_length - ROOM, split=split == "split")
+        pieces = split_documents_into_segments(reader, *bounds, self._seq_length - ROOM, split=split == "split")
         return replace(pieces, sizes=pieces.sizes + ROOM)
 
     def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:

@@ -110,7 +110,9 @@ class DocumentPieces:
     summary: str
 
 
-def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> DocumentPieces:
+def split_documents_into_segments(
+    reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool
+) -> DocumentPieces:
     """Return segments of documents, each of which fits a sample of `seq_length`.
     Documents have the token ranges [begins, ends). Longer documents are split, or left out without `split`.
 
@@ -214,7 +216,9 @@ class PackedSamples:
     def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
         """Return the pieces to pack."""
         bounds = find_document_bounds(reader, self._part.first, self._part.last)
-        return split_documents(reader, *bounds, self._seq_length, split=self._setting.config.long_documents == "split")
+        return split_documents_into_segments(
+            reader, *bounds, self._seq_length, split=self._setting.config.long_documents == "split"
+        )
 
     @property
     def samples_per_epoch(self) -> float:

@@ -93,7 +93,7 @@ class DocumentEncoder:
         return EncodedChats([[ids] for ids in self.encoder.encode_batch(texts, dtype)], 0, Counter())
 
 
-def encode_batches(
+def encode_document_batches(
     batches: Iterable[TextBatch], encoding: DocumentEncoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
     """Yield each batch of documents with their token sequences, in order, encoded by several threads.

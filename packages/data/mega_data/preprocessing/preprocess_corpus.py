@@ -24,7 +24,7 @@ from mega_data.chat.chat_preparation import ChatOptions, ChatRecordConverter, Re
 from mega_data.chat.labeled_records import LabeledRecordConverter
 from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
-from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
+from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_document_batches
 from mega_data.preprocessing.sharding import (
     EngineName,
     InputShard,
@@ -331,7 +331,7 @@ class PreprocessJob:
             leads=LEADS[:1] if self.sentence_encoder else LEADS,  # the others look like space between sentences
         )
         encoding = DocumentEncoder(encoder, self.chat_preparation, self.sentence_encoder)
-        return encode_batches(good, encoding, output.dtype, workers)
+        return encode_document_batches(good, encoding, output.dtype, workers)
 
     @cached_property
     def sentence_encoder(self) -> SentenceEncoder | None:

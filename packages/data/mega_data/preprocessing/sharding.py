@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
-from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format, no_text_error
+from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_file_format, no_text_error
 from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_commit import finish_interrupted_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
@@ -110,7 +110,7 @@ def _detect_divisible_format(source: CorpusSource, stream: io.BufferedReader, ke
     """Return the format in which a source can be read from its middle, or None."""
     if source.kind not in (None, "jsonl", "parquet") or not source.is_rereadable or not is_uncompressed(stream):
         return None
-    kind = source.kind or detect_format(peek_first_bytes(stream), key, Path(source.name))
+    kind = source.kind or detect_file_format(peek_first_bytes(stream), key, Path(source.name))
     return kind if kind in ("jsonl", "parquet") else None
 
 

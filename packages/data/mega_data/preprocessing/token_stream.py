@@ -43,7 +43,7 @@ BlockPosition = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StreamedFiles:
+class StreamedTokenFiles:
     """Path prefix of the token files of one block of a raw data set, and the position where the next block starts.
     `end` is None after the last block.
     """
@@ -77,11 +77,11 @@ class TokenStream:
         size = sum(source.num_bytes for source in job.sources)
         self.num_shards = max(-(-size // PIECE), 1)
         self.content_key = f"{job.made_from} block={block_tokens}"
-        self._coming: dict[BlockPosition, Future[StreamedFiles | None]] = {}
+        self._coming: dict[BlockPosition, Future[StreamedTokenFiles | None]] = {}
         self._held: dict[BlockPosition, int] = {}  # descriptors with shared locks of blocks in use
         self._lock = Lock()
 
-    def open_block(self, start: BlockPosition = FIRST, *, ahead: bool = True) -> StreamedFiles | None:
+    def open_block(self, start: BlockPosition = FIRST, *, ahead: bool = True) -> StreamedTokenFiles | None:
         """Return the block that starts at `start`, which is made if needed, or None if no document is left.
         With `ahead`, the next block is then made in the background.
         """
@@ -124,22 +124,22 @@ class TokenStream:
     def _get_folder(self, start: BlockPosition) -> Path:
         return self._folder / "-".join(map(str, start))
 
-    def _request_block(self, start: BlockPosition) -> Future[StreamedFiles | None]:
+    def _request_block(self, start: BlockPosition) -> Future[StreamedTokenFiles | None]:
         """Return the future of a block; a thread makes it, which ends with the process."""
         with self._lock:
             if start in self._coming:
                 return self._coming[start]
-            future = self._coming[start] = Future[StreamedFiles | None]()
+            future = self._coming[start] = Future[StreamedTokenFiles | None]()
         Thread(target=self._run, args=(start, future), name="stream", daemon=True).start()
         return future
 
-    def _run(self, start: BlockPosition, future: Future[StreamedFiles | None]) -> None:
+    def _run(self, start: BlockPosition, future: Future[StreamedTokenFiles | None]) -> None:
         try:
             future.set_result(self._find_or_make_block(start))
         except BaseException as error:  # noqa: BLE001 - raised where the block is opened
             future.set_exception(error)
 
-    def _find_or_make_block(self, start: BlockPosition) -> StreamedFiles | None:
+    def _find_or_make_block(self, start: BlockPosition) -> StreamedTokenFiles | None:
         folder = self._get_folder(start)
         with convert_write_errors_to_data_error(folder):
             while not self._hold_block(start):
@@ -148,7 +148,7 @@ class TokenStream:
                         with self._translate():
                             self._make_block(start, folder)
             made = json.loads((folder / COMPLETE).read_bytes())
-        return StreamedFiles(folder / "tokens", made["end"] and tuple(made["end"])) if made["documents"] else None
+        return StreamedTokenFiles(folder / "tokens", made["end"] and tuple(made["end"])) if made["documents"] else None
 
     def _make_block(self, start: BlockPosition, folder: Path) -> None:
         """Write the token files of a block, and then the file that marks them as complete."""

@@ -203,7 +203,7 @@ def _describe_object(name: str, stamp: ObjectVersion, key: str, found: bool) -> 
     kind = _detect_format_by_name(path)
     if kind == "json":
         named = not found or path.suffix.lower() in PACKED
-        kind = detect_format(_read_start(name), key, path, named=named)
+        kind = detect_file_format(_read_start(name), key, path, named=named)
     changed = int.from_bytes(hashlib.sha256(stamp.state.encode()).digest()[:6]) if stamp.state else 0
     return CorpusSource(name, kind, stamp.size, changed, found)
 
@@ -250,7 +250,7 @@ def _describe_file(path: Path) -> CorpusSource:
     if kind != "json":
         return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns if path.is_file() else 0)
     return CorpusSource(
-        str(path), detect_format(_read_start(path), "", path, named=True), status.st_size, status.st_mtime_ns
+        str(path), detect_file_format(_read_start(path), "", path, named=True), status.st_size, status.st_mtime_ns
     )
 
 
@@ -301,7 +301,7 @@ def _describe_folder_file(path: Path, key: str) -> CorpusSource:
     kind = _detect_format_by_name(path)
     if kind == "json":
         # A .json next to source code has settings; a compressed one is a corpus.
-        kind = detect_format(_read_start(path), key, path, named=path.suffix.lower() in PACKED)
+        kind = detect_file_format(_read_start(path), key, path, named=path.suffix.lower() in PACKED)
     status = path.stat()
     return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns, found=True)
 
@@ -351,7 +351,7 @@ def _read_start(path: Path | str) -> bytes:
     return b""
 
 
-def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
+def detect_file_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
     """Return the format (Parquet, JSON lines, JSON or text) of a file whose first bytes are `begin`.
     With `named`, the file's name marks it as JSON.
 

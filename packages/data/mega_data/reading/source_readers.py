@@ -25,7 +25,7 @@ from mega_data.reading.corpus_sources import (
     FileFormat,
     HubDatasetName,
     SkippedFiles,
-    detect_format,
+    detect_file_format,
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
@@ -97,7 +97,7 @@ def read_documents(
         except DAMAGE as error:  # a folder of source code may have a damaged file as a test case
             yield reject_damaged_rest(error, source.name, 1)._replace(skipped=source.found and source.kind is None)
             return
-        kind = source.kind or detect_format(begin, json_key, Path(source.name))
+        kind = source.kind or detect_file_format(begin, json_key, Path(source.name))
         on_kind(kind)
         if kind == "parquet":
             yield from read_parquet_documents(source, json_key, advance, whole)

@@ -81,7 +81,7 @@ def sample_sequences(reader: IndexedReader) -> list[Tokens]:
     )
 
 
-def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
+def count_duplicate_sequences(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
     """Count the sequences of a data set that repeat an earlier one.
     Exact repetitions are counted in the whole data set, near ones in `sampled`, by MinHash if rensa is installed.
     """
@@ -228,7 +228,7 @@ def build_dataset_report(prefix: Path, tokenizer: Tokenizer | None, samples: int
         inspection=inspection,
         text_bytes=inspection.info.text_bytes if inspection.info else None,
         percentiles=_compute_percentiles(reader),
-        duplicates=count_duplicates(reader, sampled),
+        duplicates=count_duplicate_sequences(reader, sampled),
         sampled_tokens=sum(map(len, sampled)),
         languages=count_languages(texts) if texts else None,
         ngrams={

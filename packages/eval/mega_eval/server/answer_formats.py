@@ -287,7 +287,7 @@ async def stream_answer_parts(
 
 
 @dataclass
-class AnswerBuilder:
+class CompletionAnswerBuilder:
     """Builder of one JSON answer of /v1/completions or /v1/chat/completions.
 
     Attributes:

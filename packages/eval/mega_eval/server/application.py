@@ -66,31 +66,31 @@ def _add_answer_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return await _send_answer(request, lambda: service.start_completion(body), body.stream, body.stream_options)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return await _send_answer(request, lambda: service.start_chat_answer(body), body.stream, body.stream_options)
 
     @app.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a text or a conversation, without stored state."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
 
     @app.post("/v1/messages", responses=MESSAGES_ERRORS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer in a conversation, in the form of Anthropic's API."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return await _send_answer(request, lambda: service.start_messages_answer(body), body.stream, None)
 
     @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
     async def count_message_tokens(body: CountTokensRequest) -> dict[str, int]:
         """Count the prompt tokens of a conversation, in the form of Anthropic's API."""
-        return {"input_tokens": await models.find_service(body.model).count_message_tokens(body)}
+        return {"input_tokens": await models.find_model_service(body.model).count_message_tokens(body)}
 
 
 def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
@@ -101,7 +101,7 @@ def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
         """Compute embedding vectors of texts for /v1/embeddings.
         They are computed as the sentence-transformers folder declares, else as the mean of the last hidden states.
         """
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))
 
     @app.post("/rerank", include_in_schema=False)
@@ -109,7 +109,7 @@ def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/rerank")
     async def rank_documents(body: RerankRequest, request: Request) -> Response:
         """Order documents by the similarity of their embeddings to that of a query."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.rank_documents(body)))
 
 
@@ -167,18 +167,18 @@ def _add_tokenizer_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/tokenize")
     async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         if body.messages is not None:
             tokens = await service.encode_chat_prompt(body.messages, body)
         else:
             tokens = await service.encode_text(body.prompt or "", special=body.add_special_tokens)
-        names = {"token_strs": service.list_token_names(tokens)} if body.return_token_strs else {}
+        names = {"token_strs": service.get_vocabulary_entries(tokens)} if body.return_token_strs else {}
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length, **names}
 
     @app.post("/detokenize")
     async def detokenize_tokens(body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens."""
-        service = models.find_service(body.model)
+        service = models.find_model_service(body.model)
         return {"prompt": await service.decode_tokens(body.tokens)}
 
     @app.get("/tokenizer_info")
@@ -191,7 +191,7 @@ def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
     """Add the routes about the models and their adapters."""
 
     def make_model_card(name: str) -> dict[str, Any]:
-        service = models.find_service(name)
+        service = models.find_model_service(name)
         adapter = name in service.adapters
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "mega",

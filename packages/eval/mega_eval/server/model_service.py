@@ -20,10 +20,10 @@ from mega_eval.engine_requests import EngineRequest
 from mega_eval.image_prompts import assemble_image_prompt
 from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
-    AnswerBuilder,
     AnswerFormat,
     AnswerWriter,
     ChatAnswerFormat,
+    CompletionAnswerBuilder,
     CompletionAnswerFormat,
     EchoedPrompt,
     TokenUsage,
@@ -165,7 +165,7 @@ class ModelService:
             raise ApiRequestError(400, f"token {largest} is outside the model's vocabulary of {self.vocab_size}")
         return await to_thread.run_sync(self.tokenizer.decode, tokens, limiter=self._encoders)
 
-    def list_token_names(self, tokens: Sequence[int]) -> list[str | None]:
+    def get_vocabulary_entries(self, tokens: Sequence[int]) -> list[str | None]:
         """Return the tokenizer's vocabulary entry of each token id, such as `Ġthe`; None for an unknown id."""
         return [self.tokenizer.backend.id_to_token(token) for token in tokens]
 
@@ -248,9 +248,9 @@ class ModelService:
         plan = replace(self._chats.build_grammar_and_parser(body, text, self.vocabulary.specials), images=images)
         return await self._start_answer(body, answer_for, [self._truncate_prompt(tokens, body)], [None], plan)
 
-    def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
+    def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], CompletionAnswerBuilder]:
         """Return a function that makes the answer builder for a token usage."""
-        return partial(AnswerBuilder, form, model or self.name)
+        return partial(CompletionAnswerBuilder, form, model or self.name)
 
     async def compute_embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the JSON body of the answer to a request to /v1/embeddings."""
@@ -414,7 +414,7 @@ class ModelService:
         if body.bad_words is not None:
             own["bad_words_ids"] = [tokens for word in body.bad_words for tokens in await self._encode_bad_word(word)]
         try:
-            return body.resolve_sampling(own).bind_sampler(self.samplers)
+            return body.resolve_sampling(own).bind_token_sampler(self.samplers)
         except ConfigError as error:
             raise ApiRequestError(400, f"{error.message}; {error.hint}", param="sampler") from None
 

@@ -53,7 +53,7 @@ class ServedModels:
         """Return the names of all models and adapters."""
         return [name for service in self.services for name in (service.name, *service.adapters)]
 
-    def find_service(self, name: str | None) -> ModelService:
+    def find_model_service(self, name: str | None) -> ModelService:
         """Return the model that `name`, or one of its adapters, names; None is the first model.
 
         Raises:
@@ -83,7 +83,7 @@ class ServedModels:
             )
         self._loading.add(body.lora_name)
         try:
-            await self.find_service(body.base_model_name).load_adapter(body.lora_name, str(path))
+            await self.find_model_service(body.base_model_name).load_adapter(body.lora_name, str(path))
         finally:
             self._loading.remove(body.lora_name)
 

@@ -29,7 +29,7 @@ NICE = 10
 sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
-def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
+def run_with_cpu_and_memory_limits(seconds: float, work: Callable[[], T]) -> T:
     """Return the result of `work`, with limits of CPU time, memory and priority for this worker process.
     The operating system kills the process after `seconds` of CPU time, and without memory it ends.
     """
@@ -54,7 +54,7 @@ def render_with_limits(
     """Return the prompt text that a chat template renders for a conversation, within limits.
     It is called in a worker process, which is killed after `seconds` of CPU time.
     """
-    return run_within_limits(
+    return run_with_cpu_and_memory_limits(
         seconds,
         lambda: template.render_prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
     )
@@ -70,7 +70,7 @@ def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision
 
         return [prepare_image(picture, vision) for picture in pictures]
 
-    return run_within_limits(seconds, prepare_all)
+    return run_with_cpu_and_memory_limits(seconds, prepare_all)
 
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
@@ -83,4 +83,4 @@ def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str,
 
         check_grammar(grammar, tokenizer_json, ends)
 
-    run_within_limits(seconds, run_check)
+    run_with_cpu_and_memory_limits(seconds, run_check)

@@ -97,7 +97,7 @@ class LRSchedule(StrictConfig):
                 yield ConfigProblem(key, rule, rate, hint)
         if self.name in ("constant", "inverse-sqrt"):
             return
-        curve, last = self.make_curve(lr=lr, steps=steps, batch=batch), self.decay_steps or steps
+        curve, last = self.make_learning_rate_curve(lr=lr, steps=steps, batch=batch), self.decay_steps or steps
         if curve.warmup >= curve.end:
             share = 0.1 if last >= 10 else "null"  # a share is at least one step
             shorter = {"warmup_steps": last // 10, "warmup_samples": curve.end // 10, "warmup_share": share}
@@ -122,7 +122,7 @@ class LRSchedule(StrictConfig):
             return f"set lr_schedule.cooldown_share={share}"
         return "shorten the warmup"
 
-    def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
+    def make_learning_rate_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
         """Return the learning-rate curve for a run of `steps` steps with the highest learning rate `lr`.
         `batch` gives the batch sizes of the run.
         """

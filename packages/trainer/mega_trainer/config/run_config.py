@@ -22,7 +22,7 @@ from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.strict_config import (
     ConfigProblem,
     StrictConfig,
-    apply_overrides,
+    apply_config_overrides,
     load_yaml_mapping,
     raise_config_error,
 )
@@ -179,7 +179,9 @@ class RunConfig(StrictConfig):
 
     def build_lr_curve(self) -> LearningRateCurve:
         """Return the run's learning rate as a function of consumed samples."""
-        curve = self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+        curve = self.lr_schedule.make_learning_rate_curve(
+            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch
+        )
         added = self.registry.entries("schedules").get(self.lr_schedule.name)
         if added is None:
             return curve
@@ -511,7 +513,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
     Raises:
         ConfigError: with every problem at once.
     """
-    raw = apply_overrides(load_yaml_mapping(path), overrides)
+    raw = apply_config_overrides(load_yaml_mapping(path), overrides)
     return RunConfig.parse(resolve_run_config(raw, warn_unread=warn_unread), source=str(path))
 
 
@@ -525,5 +527,5 @@ def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     if not path.is_dir() and "model_type" not in load_yaml_mapping(path):
         return load_run_config(path, overrides, warn_unread=True)
-    raw = apply_overrides({"model": {"from": str(path)}, "data": {"train": ["none"]}}, overrides)
+    raw = apply_config_overrides({"model": {"from": str(path)}, "data": {"train": ["none"]}}, overrides)
     return RunConfig.parse(resolve_run_config(raw, warn_unread=True), source=str(path))

@@ -27,7 +27,7 @@ from mega_trainer.kernels.attention_masks import (
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
-from mega_trainer.kernels.paged_attention import FLASH_PAGE, flash_page_size
+from mega_trainer.kernels.paged_attention import FLASH_PAGE, get_flash_page_size
 from mega_trainer.kernels.te_kernels import TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 from mega_trainer.run.build_components import choose_kernels, create_kernels
@@ -191,7 +191,7 @@ def measure_paged_attention_error(name: PagedAttentionName, window: int | None, 
     Raises:
         ConfigError: when the kernel cannot be used on this device.
     """
-    if name == "flash" and flash_page_size(device, torch.bfloat16) is None:
+    if name == "flash" and get_flash_page_size(device, torch.bfloat16) is None:
         raise ConfigError("attention to pages in place requires a GPU of compute capability 8.0 or later")
     lengths, pages, d = [1, 300, 512, 257], torch.tensor([[5, 0], [3, 6], [0, 2], [4, 1]], dtype=torch.int32), 64
     generator = torch.Generator(device).manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 
 from mega_common.errors import ConfigError
 from mega_trainer.doctor.check_result import CheckResult
-from mega_trainer.plan.machine import GpuGeneration, MachineSpec, load_efficiency, load_machine
+from mega_trainer.plan.machine import GpuGeneration, MachineSpec, load_default_efficiencies, load_machine
 
 GENERATIONS: Mapping[int, GpuGeneration] = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 MAX_SHARE = 1.0
@@ -80,7 +80,7 @@ def _unknown_machine(measured: Mapping[str, float], device: torch.device) -> Mac
         link_gb_s=round(link, 3), networks_gb_s={"measured": round(link, 3)},
         ranks_per_node=torch.cuda.device_count() if gpu else os.cpu_count() or 1,
         tflops={"bf16": round(measured["bf16"], 4), "fp32": round(measured["bf16"], 4)},
-        efficiency=load_efficiency()[generation].model_copy(update=shares),
+        efficiency=load_default_efficiencies()[generation].model_copy(update=shares),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def render_scaling_page(fit: ScalingFit, budgets: Sequence[float]) -> str:
     return render_page("Scaling law", formula, tiles, sections)
 
 
-def format_large(value: float) -> str:
+def format_large_number(value: float) -> str:
     """Return a large number with three digits as text: 1.23e+21, or 4.5M below a trillion."""
     return f"{value:.3g}" if not 1 <= value < 1e12 else format_compact(float(f"{value:.3g}"))
 
@@ -42,9 +42,7 @@ def _draw_fit(fit: ScalingFit) -> str:
     points = []
     for point in fit.points:
         predicted = fit.law.predict_loss(point.parameters, point.tokens)
-        what = (
-            f"{point.name}: N {format_large(point.parameters)}, D {format_large(point.tokens)}, loss {point.loss:.4f}"
-        )
+        what = f"{point.name}: N {format_large_number(point.parameters)}, D {format_large_number(point.tokens)}, loss {point.loss:.4f}"
         points.append(ScatterPoint(point.flops, point.loss, "measured", what))
         points.append(ScatterPoint(point.flops, predicted, "law", f"{what}, law {predicted:.4f}"))
     return draw_scatter_figure(
@@ -71,9 +69,9 @@ def _draw_budget(fit: ScalingFit, flops: float) -> str:
     for size in [*np.geomspace(best / CURVE_SPAN, best * CURVE_SPAN, CURVE_POINTS), best]:
         tokens = flops / FLOPS_PER_PARAMETER / size
         loss = fit.law.predict_loss(size, tokens)
-        what = f"N {format_large(size)}, D {format_large(tokens)}, loss {loss:.4f}"
+        what = f"N {format_large_number(size)}, D {format_large_number(tokens)}, loss {loss:.4f}"
         points.append(ScatterPoint(size, loss, "optimum" if size == best else "law", what, size == best))
-    title = f"Loss of {format_large(flops)} FLOPs against parameters"
+    title = f"Loss of {format_large_number(flops)} FLOPs against parameters"
     return draw_scatter_figure(title, points, x_name="parameters", y_name="", log_from=LOG_RATIO)
 
 
@@ -98,9 +96,11 @@ def format_compute_optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> Se
     rows = []
     for flops in budgets:
         n, d = fit.law.find_compute_optimal_size(flops)
-        ranges = [" to ".join(map(format_large, each)) for each in fit.optimum_intervals(flops)]
+        ranges = [" to ".join(map(format_large_number, each)) for each in fit.optimum_intervals(flops)]
         loss = fit.law.predict_loss(n, d) if 0 < n < math.inf else math.nan
-        rows.append((f"{flops:.3g}", format_large(n), ranges[0], format_large(d), ranges[1], f"{loss:.4f}"))
+        rows.append(
+            (f"{flops:.3g}", format_large_number(n), ranges[0], format_large_number(d), ranges[1], f"{loss:.4f}")
+        )
     return rows
 
 
@@ -119,7 +119,7 @@ def _held_out_rows(fit: ScalingFit) -> TableRows:
 
 def _run_rows(fit: ScalingFit) -> TableRows:
     def make_row(p: ScalingLawPoint) -> tuple[str, ...]:
-        numbers = (format_large(p.parameters), format_large(p.tokens), f"{p.flops:.3g}", f"{p.loss:.4f}")
+        numbers = (format_large_number(p.parameters), format_large_number(p.tokens), f"{p.flops:.3g}", f"{p.loss:.4f}")
         return p.name, *numbers, f"{fit.law.predict_loss(p.parameters, p.tokens):.4f}"
 
     head = ("run", "parameters", "tokens", "FLOPs", "loss", "law")

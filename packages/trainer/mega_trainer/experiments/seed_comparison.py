@@ -41,7 +41,7 @@ class VariantRuns:
     seeds: Sequence[int | None]
 
     @staticmethod
-    def read_logs(pattern: str) -> list[RunLog]:
+    def read_run_logs(pattern: str) -> list[RunLog]:
         """Read the logs of runs; `pattern` is a folder, a glob pattern, or several of them with commas between.
 
         Raises:
@@ -54,12 +54,12 @@ class VariantRuns:
 
     @classmethod
     def read_runs(cls, pattern: str, metric: str) -> VariantRuns:
-        """Read the runs of a variant; for `pattern` see `read_logs`.
+        """Read the runs of a variant; for `pattern` see `read_run_logs`.
 
         Raises:
             ConfigError: if no run is found, or a run has not logged the metric or has a value that is not finite.
         """
-        logs = cls.read_logs(pattern)
+        logs = cls.read_run_logs(pattern)
         values = []
         for log in logs:
             value = log.mean_of_last_steps(metric)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from mega_common.bounded_parsing import TAG_ERRORS, StrictYamlLoader
 from mega_common.errors import ConfigError
-from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, load_yaml_mapping
+from mega_common.strict_config import ConfigProblem, StrictConfig, apply_config_overrides, load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 SEED_KEY = "train.seed"
@@ -164,7 +164,7 @@ def build_checked_trial_config(base: Mapping[str, Any], settings: Mapping[str, A
         ConfigError: with the settings, and every rule that they violate.
     """
     overrides = format_overrides(settings)
-    raw = resolve_run_config(apply_overrides(base, overrides))
+    raw = resolve_run_config(apply_config_overrides(base, overrides))
     return RunConfig.parse(raw, source=" ".join([source, "with", *overrides]) if overrides else source)
 
 

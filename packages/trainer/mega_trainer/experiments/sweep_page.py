@@ -36,7 +36,7 @@ def render_sweep_page(title: str, config: SweepConfig, results: Sequence[TrialRe
     best = next((result for result in results if math.isfinite(result.mean) and result.state == "done"), None)
     if best is not None:
         goal = "lowest" if config.goal == "min" else "highest"
-        tiles += [(f"{goal} {config.metric}, trial {best.number}", format_metric(best))]
+        tiles += [(f"{goal} {config.metric}, trial {best.number}", format_metric_with_stderr(best))]
         tiles += [(key, format_setting(best.settings[key])) for key in config.settings]
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
     text = f"sampler {config.sampler}, {seeds} per trial, metric {config.metric} (mean of the last tenth of the steps)"
@@ -53,7 +53,7 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={format_setting(value)}" for key, value in settings.items())
 
 
-def format_metric(result: TrialResult) -> str:
+def format_metric_with_stderr(result: TrialResult) -> str:
     """Return the mean of the metric with its standard error, if it has several values; "" without a value."""
     if not result.values:
         return ""
@@ -70,7 +70,7 @@ def format_trial_ranking_rows(config: SweepConfig, results: Sequence[TrialResult
         settings = (format_setting(result.settings[key]) for key in config.settings)
         steps = ", ".join(f"{log.last['step']:,}" for log in result.logs) or "0"
         place = str(rank) if result.state == "done" else ""
-        rows.append((place, str(result.number), format_metric(result), *settings, steps, result.state))
+        rows.append((place, str(result.number), format_metric_with_stderr(result), *settings, steps, result.state))
     return rows
 
 
@@ -117,7 +117,7 @@ def _axis_value(value: Any) -> float | str:
 
 def _describe_trial(config: SweepConfig, result: TrialResult) -> str:
     """Return a trial, its metric and its settings as the text of a tooltip."""
-    return f"trial {result.number}: {config.metric} {format_metric(result)}, {format_settings(result.settings)}"
+    return f"trial {result.number}: {config.metric} {format_metric_with_stderr(result)}, {format_settings(result.settings)}"
 
 
 def _settings_section(config: SweepConfig, results: Sequence[TrialResult]) -> PageSection:

@@ -25,7 +25,7 @@ from optuna.trial import TrialState, create_trial
 
 from mega_common.atomic_files import open_atomic_file
 from mega_common.errors import ConfigError
-from mega_common.strict_config import apply_overrides, load_yaml_mapping
+from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
 from mega_trainer.experiments.sweep_config import (
     SEED_KEY,
     NumberRange,
@@ -205,7 +205,7 @@ class Sweep:
     def _make_run(self, number: int, trial: int, settings: Mapping[str, Any]) -> SweptRun:
         run = SweptRun(number, trial, settings, self.folder / f"run-{number:03}.yaml")
         if not run.config_file.exists():
-            raw = apply_overrides(self.base, format_overrides({**settings, "output": str(run.folder)}))
+            raw = apply_config_overrides(self.base, format_overrides({**settings, "output": str(run.folder)}))
             _write_yaml(run.config_file, raw)
         return run
 
@@ -259,7 +259,7 @@ class Sweep:
         note = next((read_last_nonempty_line(run.log_file) for run in runs if not self.is_run_finished(run)), "")
         return TrialResult(trial, self.study.draw_trial(trial), state, logs, values, note if state == "failed" else "")
 
-    def read_results(self) -> list[TrialResult]:
+    def read_trial_results(self) -> list[TrialResult]:
         """Return the results of all trials that have been drawn, best first; those without a value last."""
         results = [self.read_result(trial) for trial in range(self.config.num_trials)]
         sign = 1 if self.config.goal == "min" else -1

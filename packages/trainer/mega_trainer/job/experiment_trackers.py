@@ -33,7 +33,7 @@ class ExperimentTracker:
     close: Callable[[], object]
 
 
-def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
+def open_experiment_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
     """Open the experiment trackers that a run configures for the `with` block, and yield them.
     The run continues after step `start`.
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_ckpt.host_staging import (
+    compute_staging_buffer_size,
     copy_sharded_tensors_to_buffer,
     is_on_cuda,
     iterate_buffer_views,
     pin_host_memory,
-    staging_bytes,
 )
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
@@ -87,7 +87,7 @@ class TrainingStateCopy:
 
     def copy_into(self, tensors: Mapping[str, ShardedTensor]) -> None:
         """Copy the tensor data of this memory copy into this rank's slices of `tensors`, in place."""
-        assert staging_bytes(tensors) <= len(self.data)
+        assert compute_staging_buffer_size(tensors) <= len(self.data)
         for _, box, copied in iterate_buffer_views(tensors, self.data):
             box.tensor.copy_(copied)
 
@@ -305,7 +305,10 @@ class MemoryCheckpoint:
             ConfigError: on every rank, when some rank has not enough free memory.
         """
         own, group, backup = self._world.rank, self._world.process_group, self._backup_ranks[self._world.rank]
-        tensor_bytes, boxes = self._gather_objects(staging_bytes(tensors)), encode_slice_metadata(tensors)
+        tensor_bytes, boxes = (
+            self._gather_objects(compute_staging_buffer_size(tensors)),
+            encode_tensor_slice_metadata(tensors),
+        )
         sizes = [begin + count for begin, count in zip(tensor_bytes, self._gather_objects(len(boxes)), strict=True)]
         kept = [own, *(rank for rank, other in enumerate(self._backup_ranks) if other == own)]
         slots = {rank: 1 - self._newest.get(rank, 1) for rank in kept}
@@ -353,7 +356,7 @@ class MemoryCheckpoint:
             shutil.rmtree(self._folder.path, ignore_errors=True)
 
 
-def encode_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
+def encode_tensor_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
     """Return the metadata of all slices of sharded tensors as JSON in a uint8 tensor, in the order of an in-memory checkpoint.
     It has the key, global shape, offset, shape and dtype of each slice of `tensors`.
     """

@@ -23,7 +23,7 @@ from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, all_reduce
 from mega_trainer.distributed.device import to_host
-from mega_trainer.job.experiment_trackers import open_trackers
+from mega_trainer.job.experiment_trackers import open_experiment_trackers
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
@@ -141,7 +141,7 @@ class MetricsLogger:
 
         self._sinks.append(write_json_line)
         self._closers.append(stream.close)
-        for tracker in open_trackers(self._config, start):
+        for tracker in open_experiment_trackers(self._config, start):
             self._sinks.append(tracker.put)
             self._closers.append(tracker.close)
 

@@ -17,7 +17,7 @@ from mega_ckpt.store import Checkpoint, Location
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.extension_loader import is_extension_path
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.environment import describe_environment
 
@@ -98,7 +98,7 @@ def make_reproduction_run(checkpoint: Location, overrides: list[str]) -> RunConf
     settings = saved.trainer_state["settings"]
     installed = [name for name in settings.get("extensions", ()) if not is_extension_path(name)]
     # a file is loaded only if an override names it
-    raw = apply_overrides({**settings, "extensions": installed}, overrides)
+    raw = apply_config_overrides({**settings, "extensions": installed}, overrides)
     config = RunConfig.parse(raw, source=str(checkpoint))
     if saved.step >= config.train.steps:
         raise CheckpointError(

@@ -116,7 +116,7 @@ class BackendChoice:
         return "kernels: " + ", ".join(f"{what} {name} ({self.because[what]})" for what, name in chosen.items())
 
 
-def choose_backends(
+def choose_kernel_backends(
     linear: str, attention: str, facts: BackendFacts, recurrent: Mapping[str, str] | None = None
 ) -> BackendChoice:
     """Return the requested kernel back ends, or for `auto` the best available ones.

@@ -30,7 +30,7 @@ GPU_GATHER_BYTES = 1 << 30  # of all rows; more would not fit beside the weights
 GPU_PADDING = 4  # most times the padded batch may be larger than the keys in it
 
 
-def flash_page_size(device: torch.device, dtype: torch.dtype) -> int | None:
+def get_flash_page_size(device: torch.device, dtype: torch.dtype) -> int | None:
     """Return the page size in tokens that the `flash` implementation requires, or None where it cannot be used."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -68,7 +68,7 @@ class MultiTokenPredictor(nn.Module):
 
 
 @dataclass(frozen=True)
-class StageLayers:
+class PipelineStageLayers:
     """Share of a model in one pipeline stage: a range of layers, and the embedding and output head, if any.
     The layers are [first, last); `embeds` and `heads` say whether the stage has the embedding and the output head.
 
@@ -88,8 +88,8 @@ class StageLayers:
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod
-    def for_whole_model(cls, config: ModelConfig) -> StageLayers:
-        """Return the `StageLayers` of a single stage with the whole model."""
+    def for_whole_model(cls, config: ModelConfig) -> PipelineStageLayers:
+        """Return the `PipelineStageLayers` of a single stage with the whole model."""
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
@@ -170,14 +170,14 @@ class Decoder(nn.Module):
     def __init__(
         self,
         build: LayerBuilder,
-        stage: StageLayers | None = None,
+        stage: PipelineStageLayers | None = None,
         recompute: RecomputePolicy | None = None,
         offload: ActivationOffloadPool | None = None,
     ) -> None:
         super().__init__()
         config = build.config
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
-        self.stage = stage or StageLayers.for_whole_model(config)
+        self.stage = stage or PipelineStageLayers.for_whole_model(config)
         self.saved = ActivationCheckpointer(recompute, offload)
         build = replace(build, saved=self.saved)
         self.rotary = RotaryEmbedding.from_model_config(config.full_attention_layer_config, config.rope)

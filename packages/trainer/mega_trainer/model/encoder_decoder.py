@@ -27,7 +27,7 @@ from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, R
 from mega_trainer.model.attention import build_relative_position_bias_table
 from mega_trainer.model.auxiliary_models import TaskOutputDecoder
 from mega_trainer.model.cross_attention import CrossAttention
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.layer_input_decoder import LayerInputDecoder, LayerInputTaskDecoder
@@ -46,7 +46,7 @@ class EncoderDecoderModel(Decoder):
     def __init__(
         self,
         build: LayerBuilder,
-        stage: StageLayers | None = None,
+        stage: PipelineStageLayers | None = None,
         recompute: RecomputePolicy | None = None,
         offload: ActivationOffloadPool | None = None,
     ) -> None:

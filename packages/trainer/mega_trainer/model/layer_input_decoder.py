@@ -20,7 +20,7 @@ from torch import Tensor
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.auxiliary_models import DistillationTeacher, TaskOutputDecoder
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.per_layer_input import PerLayerEmbedding
@@ -33,7 +33,7 @@ class LayerInputDecoder(Decoder):
     def __init__(
         self,
         build: LayerBuilder,
-        stage: StageLayers | None = None,
+        stage: PipelineStageLayers | None = None,
         recompute: RecomputePolicy | None = None,
         offload: ActivationOffloadPool | None = None,
     ) -> None:

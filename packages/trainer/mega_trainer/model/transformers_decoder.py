@@ -27,7 +27,7 @@ from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout, seeded_generator
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffloadPool, RecomputePolicy
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
@@ -45,12 +45,12 @@ class TransformersDecoder(Decoder):
         ConfigError: from the constructor, for activation checkpointing that the model does not support.
     """
 
-    other_forwards = ("differentiate_logits",)
+    other_forwards = ("compute_logit_gradients",)
 
     def __init__(
         self,
         build: LayerBuilder,
-        stage: StageLayers | None = None,
+        stage: PipelineStageLayers | None = None,
         recompute: RecomputePolicy | None = None,
         offload: ActivationOffloadPool | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class TransformersDecoder(Decoder):
         assert build.config.transformers is not None
         self.config, self.groups, self.sp, self.dtype = build.config, build.groups, False, build.dtype
         self.described = build.config.transformers
-        self.stage = stage or StageLayers.for_whole_model(build.config)
+        self.stage = stage or PipelineStageLayers.for_whole_model(build.config)
         self.saved, self.deferred, self.borrows = ActivationCheckpointer(recompute, offload), None, False
         self.vision, self.predictors = None, nn.ModuleList()
         self.module = build_uninitialized_module(self.described, build.dtype)
@@ -237,7 +237,7 @@ class TransformersDecoder(Decoder):
             loss = total + text.router_aux_loss_coef * auxiliary * batch.weights.sum()
         return loss, torch.stack([total.detach(), total.new_zeros(())]).double(), losses
 
-    def differentiate_logits(self, tokens: Tensor, positions: Tensor | None, row: int) -> Tensor:
+    def compute_logit_gradients(self, tokens: Tensor, positions: Tensor | None, row: int) -> Tensor:
         """Return the gradient [1, S, D] of the logits at token `row` in the embeddings of all tokens int64 [1, S]."""
         seen: list[Tensor] = []
 
@@ -269,8 +269,8 @@ class TransformersDecoder(Decoder):
         training = self.module.training
         self.module.eval()
         with convert_transformers_errors(kind, "differentiate the logits in the embeddings"):
-            late = self.differentiate_logits(tokens, positions, PROBE_TOKENS - 1)[0, :half]
-            early = self.differentiate_logits(tokens, positions, half - 1)[0, half:]
+            late = self.compute_logit_gradients(tokens, positions, PROBE_TOKENS - 1)[0, :half]
+            early = self.compute_logit_gradients(tokens, positions, half - 1)[0, half:]
         self.module.train(training)
         if early.count_nonzero():
             raise ConfigError(

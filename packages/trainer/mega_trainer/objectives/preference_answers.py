@@ -160,7 +160,7 @@ def _cycle_row(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...
     return (*out, documents)
 
 
-def split_answers(
+def split_preference_answers(
     batch: StepBatch, micro: Sequence[MicroBatch], context: CommGroup, *, scored: bool = False
 ) -> list[PreferenceAnswers]:
     """Return the preference answers of each micro-batch of a step.

@@ -32,7 +32,7 @@ from mega_trainer.objectives.preference_answers import (
     count_row_pairs,
     pair_mismatched_answers,
     score_answers,
-    split_answers,
+    split_preference_answers,
 )
 from mega_trainer.objectives.sample_cache import ReferenceModel
 from mega_trainer.objectives.training_objective import TrainingObjective
@@ -212,7 +212,7 @@ class PreferenceObjective(TrainingObjective):
         loss.
         """
         self._sums.zero_()
-        answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
+        answers = split_preference_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
         reference_sums = [torch.zeros_like(each.tokens) for each in answers]
         if self.reference is not None:
             reference_sums = self.reference.get_answer_log_prob_sums(batch, micro, answers)
@@ -230,7 +230,7 @@ class PreferenceObjective(TrainingObjective):
         assert self.reference is not None
         mismatched = pair_mismatched_answers(batch)
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
-        answers = split_answers(mismatched, micro, self.groups.cp)
+        answers = split_preference_answers(mismatched, micro, self.groups.cp)
         policy = score_answers(self.executor, micro, answers)
         reference = self.reference.get_answer_log_prob_sums(mismatched, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()

@@ -35,7 +35,7 @@ from mega_trainer.objectives.preference_answers import (
     contributes_answer_sums,
     pair_mismatched_answers,
     score_answers,
-    split_answers,
+    split_preference_answers,
 )
 from mega_trainer.pipeline.executor import PipelineExecutor
 
@@ -235,7 +235,7 @@ def _collect_answer_sums(
     groups = executor.parallel_groups
     batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
     micro = list(split_micro_batches(batch, config, device, groups.cp))
-    answers = split_answers(batch, micro, groups.cp)
+    answers = split_preference_answers(batch, micro, groups.cp)
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
     all_reduce(width, groups.world, "max")
     out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums

@@ -26,7 +26,7 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.distributed.comm import CommGroup, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_weight_matrix
-from mega_trainer.parallel.parameter_shards import GatheredShards
+from mega_trainer.parallel.parameter_shards import GatheredShardLayout
 
 # f(x) = a x + b x^3 + c x^5 with the steepest slope at 0 that maps [0, 1.2] into itself. It does not converge to 1: five
 # rounds leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
@@ -210,7 +210,7 @@ def _pad_to_length(tensor: Tensor, length: int) -> Tensor:
 
 
 def iterate_matrices(
-    gathered: GatheredShards, source: Tensor, target: Tensor
+    gathered: GatheredShardLayout, source: Tensor, target: Tensor
 ) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
     """Yield the canonical matrices of gathered shards, each with this rank's part of two tensors of their length."""
     for parameter, span in gathered.param_slices.items():

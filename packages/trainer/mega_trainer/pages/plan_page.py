@@ -88,7 +88,7 @@ def render_plan_page(
     return render_page(title, f"{ranks['world']:,} ranks{machine}: {degrees}", _make_tiles(plan, timed), sections)
 
 
-def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None) -> tuple[str, str]:
+def draw_pipeline_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None) -> tuple[str, str]:
     """Return an SVG picture of a pipeline's schedule over time, and its caption.
     The picture has as many micro-batches as are readable.
     """
@@ -171,7 +171,7 @@ def _schedule_section(pipeline: PipelineShape, message: int, costs: PipelineOpCo
     """Return the section about the pipeline schedule."""
     if pipeline.ranks == 1:
         return PageSection("Pipeline schedule", [])
-    picture, text = draw_schedule(pipeline, costs)
+    picture, text = draw_pipeline_schedule(pipeline, costs)
     text += f" A message (activations or their gradient) has {format_bytes(message)}."
     text += (
         " Times are predicted, in seconds."

@@ -30,7 +30,7 @@ from mega_trainer.pages.page_elements import (
     render_table,
     wrap_wide_picture,
 )
-from mega_trainer.pages.plan_page import PipelineShape, draw_schedule
+from mega_trainer.pages.plan_page import PipelineShape, draw_pipeline_schedule
 from mega_trainer.pages.run_log import RunLog
 
 PHASES = ("data", "forward", "backward", "forward_backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
@@ -273,7 +273,7 @@ def _schedule_sections(runs: Sequence[RunLog], names: Sequence[str]) -> list[Pag
         shape = _pipeline_shape(run)
         if shape is not None and shape not in seen:
             seen.append(shape)
-            picture, text = draw_schedule(shape)
+            picture, text = draw_pipeline_schedule(shape)
             sections.append(PageSection(f"Pipeline schedule of {name}", [wrap_wide_picture(picture)], text, wide=True))
     return sections
 

@@ -50,12 +50,12 @@ from mega_trainer.parallel.parameter_info import (
     is_trainable,
 )
 from mega_trainer.parallel.parameter_shards import (
-    GatheredShards,
+    GatheredShardLayout,
     LrFactor,
     ParameterBuffer,
     ParameterShard,
+    ParameterShardPart,
     ParamGroupKey,
-    ShardPart,
     make_param_groups,
 )
 
@@ -213,9 +213,9 @@ def _row_shard(parameter: nn.Parameter) -> ParameterShard:
     weights = get_local_values(parameter)
     assert parameter.grad is not None
     info = get_parameter_info(parameter)
-    part = ShardPart(info.pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
+    part = ParameterShardPart(info.pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
     rank_elements = -(-parameter.shape[0] // info.data.size) * parameter.shape[1:].numel()
-    gathered = GatheredShards(rank_elements, {parameter: slice(0, parameter.numel())})
+    gathered = GatheredShardLayout(rank_elements, {parameter: slice(0, parameter.numel())})
     return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part], gathered)
 
 

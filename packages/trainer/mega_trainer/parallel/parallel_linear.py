@@ -118,7 +118,7 @@ SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = CommGroup("alone")
 
 
-class LinearGemms(Protocol):
+class LinearLayerGemms(Protocol):
     """Interface of the GEMMs of a linear layer: a `Kernels` back end, or a replacement for some of its methods."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
@@ -151,7 +151,7 @@ class ParallelLinearFunction:
         sp: X is split over `group` along the sequence.
     """
 
-    gemms: LinearGemms
+    gemms: LinearLayerGemms
     deferred: DeferredWgradQueue | None = None
     group: CommGroup = ALONE
     sp: bool = False
@@ -240,7 +240,7 @@ class _Linear(Function):
 
 @dataclass(frozen=True)
 class _GroupedGemms:
-    """`LinearGemms` by grouped GEMMs: X [M, D], W [G, N, D], Y [M, N]."""
+    """`LinearLayerGemms` by grouped GEMMs: X [M, D], W [G, N, D], Y [M, N]."""
 
     kernels: Kernels
     rows: GroupedRows

@@ -115,7 +115,7 @@ def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
 
 
 @dataclass(frozen=True)
-class ShardPart:
+class ParameterShardPart:
     """Range of a `ParameterShard` that belongs to one parameter, and its place in both.
 
     Attributes:
@@ -131,7 +131,7 @@ class ShardPart:
 
 
 @dataclass(frozen=True)
-class GatheredShards:
+class GatheredShardLayout:
     """Layout of the parameter shards of all data ranks, one after another.
 
     Attributes:
@@ -156,8 +156,8 @@ class ParameterShard:
 
     weights: Tensor
     grads: Tensor
-    parts: list[ShardPart]
-    gathered: GatheredShards
+    parts: list[ParameterShardPart]
+    gathered: GatheredShardLayout
 
 
 class ParameterBuffer:

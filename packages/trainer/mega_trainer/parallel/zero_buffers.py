@@ -26,12 +26,12 @@ from mega_trainer.distributed.comm import CollectiveWork, all_gather_into, all_r
 from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
 from mega_trainer.parallel.parameter_info import GemmOperandCache, get_parameter_info, is_trainable
 from mega_trainer.parallel.parameter_shards import (
-    GatheredShards,
+    GatheredShardLayout,
     LrFactor,
     ParameterBuffer,
     ParameterShard,
+    ParameterShardPart,
     ParamGroupKey,
-    ShardPart,
     make_param_groups,
 )
 
@@ -131,16 +131,16 @@ class FlatParameterBuffer(ParameterBuffer):
         share = bucket.grads.numel()
         start = bucket.start + (share * self.kind.data.rank if self.sharded else 0)
         parts = list(self._parameter_parts(start, start + share))
-        gathered = GatheredShards(share, bucket.param_slices)
+        gathered = GatheredShardLayout(share, bucket.param_slices)
         return ParameterShard(self.weights[start : start + share], bucket.grads, parts, gathered)
 
-    def _parameter_parts(self, start: int, stop: int) -> Iterator[ShardPart]:
+    def _parameter_parts(self, start: int, stop: int) -> Iterator[ParameterShardPart]:
         """Yield the parameter parts at elements [start, stop)."""
         for span in self.spans:
             low, high = max(span.start, start), min(span.start + span.parameter.numel(), stop)
             if low < high:
                 pieces, shape = get_parameter_info(span.parameter).pieces, tuple(span.parameter.shape)
-                yield ShardPart(pieces, shape, low - span.start, slice(low - start, high - start))
+                yield ParameterShardPart(pieces, shape, low - span.start, slice(low - start, high - start))
 
 
 class FlatBufferStage:

@@ -14,7 +14,7 @@ from mega_trainer.pipeline.schedules import (
     PipelineOpKind,
     PipelineSchedule,
     PipelineTimeline,
-    bubble_formula,
+    compute_closed_form_bubble,
     peak_in_flight_microbatches,
 )
 
@@ -52,7 +52,7 @@ def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) ->
 
 
 def _title(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterator[str]:
-    formula = bubble_formula(schedule, timeline.costs)
+    formula = compute_closed_form_bubble(schedule, timeline.costs)
     stages = "" if schedule.virtual_stages == 1 else f" of {schedule.virtual_stages} stages"
     name = f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches"
     bubble = f"bubble {timeline.mean_bubble_share:.1%} simulated"

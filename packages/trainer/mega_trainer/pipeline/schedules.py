@@ -362,7 +362,7 @@ def simulate_pipeline_schedule(schedule: PipelineSchedule, costs: PipelineOpCost
     return PipelineTimeline(costs, spans, makespan, tuple(1 - time / makespan for time in busy))
 
 
-def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> float | None:
+def compute_closed_form_bubble(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> float | None:
     """Return the idle fraction (bubble) of a pipeline schedule in closed form, or None if no form is known.
     The formula assumes equal stages and messages that take no time.
 

@@ -8,7 +8,7 @@ from typing import Any
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import LayoutSettings
-from mega_trainer.plan.layout_search import NoLayoutFitsError, find_best_layouts, format_layout
+from mega_trainer.plan.layout_search import NoLayoutFitsError, find_best_layouts, format_layout_settings
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings
 
@@ -33,14 +33,14 @@ def choose_parallel_layout(
     if saved is not None:
         kept = {path: value for path, value in _saved_layout(saved).items() if path not in given}
         if _is_legal(config, kept, ranks):
-            return kept, f"run.yaml has no section `parallel`; layout of the checkpoint: {format_layout(kept)}"
+            return kept, f"run.yaml has no section `parallel`; layout of the checkpoint: {format_layout_settings(kept)}"
     try:
         best = find_best_layouts(config, ranks, load_machine(machine), fixed=given)[0]
     except NoLayoutFitsError as error:
         return {}, f"run.yaml has no section `parallel`, and {error.message}; using data parallelism only"
     return best.settings, (
         f"run.yaml has no section `parallel`; fastest layout for {ranks} ranks of {machine} (mega plan --search): "
-        f"{format_layout(best.settings)}, predicted {best.time.seconds:.3g} s/step"
+        f"{format_layout_settings(best.settings)}, predicted {best.time.seconds:.3g} s/step"
     )
 
 

@@ -26,7 +26,7 @@ from mega_trainer.plan.layer_flops import (
     compute_mixer_core_flops,
     hyper_connection_flops,
     layer_input_shapes,
-    projection_shapes,
+    list_mixer_projection_shapes,
 )
 from mega_trainer.plan.training_layout import RecomputeKind
 
@@ -183,7 +183,10 @@ def compute_encoder_decoder_layer_flops(
     The layer is an encoder layer if `encodes`, else a decoder layer; the encoder reads `source` tokens, the decoder
     `target` tokens.
     """
-    feed, every = model.get_feed_forward_kind(0), list(itertools.chain(*projection_shapes(model, "attention")))
+    feed, every = (
+        model.get_feed_forward_kind(0),
+        list(itertools.chain(*list_mixer_projection_shapes(model, "attention"))),
+    )
     own, length = sum(map(math.prod, every)), source if encodes else target
     parts = {
         "attention projections": 2.0 * own * length,
@@ -211,7 +214,7 @@ def compute_retro_layer_flops(model: ModelConfig, layer: int) -> dict[str, float
     assert retro is not None
     assert encoder is not None
     read, m = 2 * retro.neighbors, retro.chunk_length
-    own = sum(map(math.prod, itertools.chain(*projection_shapes(model, "attention"))))
+    own = sum(map(math.prod, itertools.chain(*list_mixer_projection_shapes(model, "attention"))))
     query_out = (
         2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size
     )  # query and output projections
@@ -251,7 +254,7 @@ def _layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: boo
         parts["per-layer inputs"] = 2.0 * sum(map(math.prod, layer_input_shapes(model)))
     for mixer in kind.mixers:
         first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
-        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*list_mixer_projection_shapes(model, mixer))))
         parts[second] = compute_mixer_core_flops(model, mixer, window, seq_length, causal=causal)
     return parts
 

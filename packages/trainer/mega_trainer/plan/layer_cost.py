@@ -23,10 +23,10 @@ from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroug
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
     compute_mixer_core_flops,
-    expert_row_width,
+    expert_input_width,
     layer_input_shapes,
+    list_mixer_projection_shapes,
     max_active_ffn_width,
-    projection_shapes,
     recurrence_bytes,
     recurrent_state_elements,
     saved_activation_elements,
@@ -233,7 +233,7 @@ class LayerCostModel:
 
     def _projection_gemms(self, mixer: MixerKind) -> Iterator[PassWork]:
         """Yield the GEMMs of a mixer's projections."""
-        run, (split, latents) = self.run, projection_shapes(self.model, mixer)
+        run, (split, latents) = self.run, list_mixer_projection_shapes(self.model, mixer)
         widths: dict[int, int] = {}
         for out, into in split[:-1]:
             widths[into] = widths.get(into, 0) + out
@@ -310,7 +310,7 @@ class LayerCostModel:
             gated = 3 * model.num_attention_heads * model.attention_value_dim if has_gate else 0
             normed = (3 if model.qk_norm else 1) * rotated
             return normed + gated, normed + gated * 5 // 3
-        shapes = projection_shapes(model, mixer)[0]
+        shapes = list_mixer_projection_shapes(model, mixer)[0]
         if mixer in model.mixers:  # its inputs and outputs, read and written once
             moved = 2 * sum(out for out, _ in shapes)
             return moved, 2 * moved
@@ -325,7 +325,7 @@ class LayerCostModel:
         model, run, moe = self.model, self.run, self.model.moe
         if moe is None or not model.is_moe_layer(index):
             return
-        width, mine = expert_row_width(model), self.micro_batch_tokens / run.tp
+        width, mine = expert_input_width(model), self.micro_batch_tokens / run.tp
         rows = mine * moe.top_k * run.expert_tp
         experts = moe.num_experts / run.ep
         each = rows / experts
@@ -473,7 +473,7 @@ class LayerCostModel:
         chooses.
         """
         model, run = self.model, self.run
-        rows = sum(out for out, _ in projection_shapes(model, mixer)[0][:-1])
+        rows = sum(out for out, _ in list_mixer_projection_shapes(model, mixer)[0][:-1])
         passed = (
             run.micro_batch
             * 2

@@ -19,7 +19,9 @@ from mega_trainer.plan.training_layout import TrainingLayout
 MatrixShape = tuple[int, int]  # (out, in)
 
 
-def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list[MatrixShape], list[MatrixShape]]:
+def list_mixer_projection_shapes(
+    model: ModelConfig, mixer: MixerKind | None
+) -> tuple[list[MatrixShape], list[MatrixShape]]:
     """Return the shapes [out, in] of a token mixer's projection matrices as two lists.
     One list has the matrices that tensor ranks split by heads, with the output projection last; the other has the ones
     that project into latents (MLA, gates of KDA).
@@ -198,7 +200,7 @@ def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
     return model.ffn_hidden_size if feed else 0
 
 
-def expert_row_width(model: ModelConfig) -> int:
+def expert_input_width(model: ModelConfig) -> int:
     """Return the width of a token's vector that enters and leaves an expert, in elements, or 0 without experts.
     It is the latent width if there is one, else the model's.
     """
@@ -215,7 +217,7 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     moe = model.moe if feed == "moe" else None
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)
-    routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_row_width(model)
+    routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_input_width(model)
     latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
     return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
 
@@ -241,7 +243,7 @@ def saved_activation_elements(model: ModelConfig, run: TrainingLayout, wide: int
         return residual
     selective = run.recompute == "selective"
     heads = 2 * (model.num_attention_heads + model.key_value_heads) * model.query_key_head_dim
-    rows = expert_row_width(model) * (model.moe.top_k if model.moe else 0)
+    rows = expert_input_width(model) * (model.moe.top_k if model.moe else 0)
     return (2 if selective else 4) * residual + (heads + (2 if selective else 3) * wide + rows) / run.tp
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import ParameterCounts
-from mega_trainer.plan.layer_flops import expert_row_width, max_active_ffn_width, saved_activation_elements
+from mega_trainer.plan.layer_flops import expert_input_width, max_active_ffn_width, saved_activation_elements
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
@@ -134,7 +134,7 @@ class RoughMemoryEstimate:
         states = optimizer * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
         states += 2 * (dense + experts) * (run.zero == 3 and run.zero3_gather == "step")
         # backward of a layer, which holds the rows of experts three times, and the gradients of one stack of experts
-        rows = expert_row_width(model) * (model.moe.top_k if model.moe else 0) / run.tp
+        rows = expert_input_width(model) * (model.moe.top_k if model.moe else 0) / run.tp
         kept, every = (
             saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))
         )

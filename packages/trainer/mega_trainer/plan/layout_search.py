@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from mega_common.errors import ConfigError
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
 from mega_trainer.plan.device_memory import add_non_tensor_memory
@@ -80,7 +80,7 @@ def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
     )
 
 
-def format_layout(settings: Mapping[str, Any]) -> str:
+def format_layout_settings(settings: Mapping[str, Any]) -> str:
     """Return the non-default settings of a layout as a short text."""
     plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
     words = []
@@ -96,7 +96,7 @@ def format_layout(settings: Mapping[str, Any]) -> str:
 def layout_to_yaml(layout: PlannedLayout) -> str:
     """Return run.yaml text that sets a layout: the sections `parallel`, `batch.micro` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
-    nested = apply_overrides({}, format_overrides(given))
+    nested = apply_config_overrides({}, format_overrides(given))
     if not nested.get("offload", {}).get("activations"):
         nested.pop("offload", None)
     return yaml.safe_dump(nested, sort_keys=False)

@@ -140,7 +140,7 @@ class MachineSpec(StrictConfig):
         """Achieved fractions of the data sheet's peak FLOPS and bandwidths on this machine.
         They are the machine's own if set, else the defaults of its GPU generation.
         """
-        return self.efficiency or load_efficiency()[self.generation]
+        return self.efficiency or load_default_efficiencies()[self.generation]
 
     @property
     def network_gb_s(self) -> float:
@@ -205,7 +205,7 @@ def load_machine(name: str) -> MachineSpec:
     return machine.model_copy(update={"networks_gb_s": {network: machine.networks_gb_s[network]}})
 
 
-def load_efficiency() -> dict[str, MachineEfficiency]:
+def load_default_efficiencies() -> dict[str, MachineEfficiency]:
     """Return the default efficiency of each GPU generation, {generation: efficiency}.
     It is read from the packaged efficiency.yaml.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_common.errors import ConfigError
-from mega_common.strict_config import apply_overrides
+from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -44,7 +44,7 @@ def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConf
         ConfigError: when the settings are invalid.
     """
     raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return RunConfig.parse(apply_overrides(raw, format_overrides(settings)))
+    return RunConfig.parse(apply_config_overrides(raw, format_overrides(settings)))
 
 
 def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.plan.zero3_memory import Zero3StageMemory
 
 if TYPE_CHECKING:
-    from mega_trainer.plan.part_memory import ModelPartMemory, PartMemory, WeightCounts
+    from mega_trainer.plan.part_memory import ModelPartMemory, ModelPartMemoryBytes, WeightCounts
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _StageMemory:
         )  # fmt: skip
 
 
-def _layer_memory(run: TrainingLayout, parts: ModelPartMemory, index: int, number: int) -> PartMemory:
+def _layer_memory(run: TrainingLayout, parts: ModelPartMemory, index: int, number: int) -> ModelPartMemoryBytes:
     """Return the memory of a layer, the given `number` in its stage, under the run's recompute setting."""
     bound = run.recompute_layers
     whole = run.recompute == "full" and (bound is None or number < bound)

@@ -107,7 +107,7 @@ class MetaDropout(SeededDropout):
         return x.new_empty(tuple(shape), dtype=torch.float32) if out is None else out
 
 
-class FakeGroups(ProcessGroupCache):
+class FakeProcessGroupCache(ProcessGroupCache):
     """Process group cache for planning that creates no process groups, so that no other ranks need to exist."""
 
     def get_process_group(self, ranks: Sequence[int]) -> None:

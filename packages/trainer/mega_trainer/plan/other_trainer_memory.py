@@ -13,7 +13,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import peak_in_flight_microbatches
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
-from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
+from mega_trainer.plan.layer_flops import active_ffn_width, expert_input_width
 from mega_trainer.plan.memory_prediction import (
     split_layers_by_shares,
     split_layers_evenly,
@@ -205,7 +205,7 @@ def _layer_bytes(
     heads = query + keys + 2 * values
     if "mla_up_proj" in again:
         heads -= query + keys + values
-    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * expert_row_width(model) if moe else 0)
+    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * expert_input_width(model) if moe else 0)
     if "activation" in again:
         feed -= moe.top_k * moe.ffn_hidden_size if moe else wide
     if moe is None and "mlp" in again:

@@ -43,7 +43,7 @@ from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
 from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
 from mega_trainer.model.forward_context import ForwardContext, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -63,7 +63,7 @@ from mega_trainer.parallel.parameter_info import (
 from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
-    FakeGroups,
+    FakeProcessGroupCache,
     FusedFunctionMemoryCounter,
     LiveTensorCounter,
     MetaActivation,
@@ -128,7 +128,7 @@ class WeightCounts:
 
 
 @dataclass(frozen=True)
-class PartMemory:
+class ModelPartMemoryBytes:
     """Memory in bytes of one part of a model (a layer, the embedding or the head) for one micro-batch on one rank.
 
     Attributes:
@@ -166,7 +166,7 @@ class PartMemoryCounter:
         self.device = torch.device("cpu" if run.device == "cpu" else "meta")
         layout = ParallelLayout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
         self.groups = build_parallel_groups(
-            layout, 0, heads=model.shared_head_counts, shard=run.zero3_shard, maker=FakeGroups()
+            layout, 0, heads=model.shared_head_counts, shard=run.zero3_shard, maker=FakeProcessGroupCache()
         )
         leaves = FusibleFunctionCompiler() if run.device == "cpu" else FusedFunctionMemoryCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
@@ -195,13 +195,13 @@ class PartMemoryCounter:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return stack
 
-    def count_layer_memory(self, index: int, *, whole: bool) -> PartMemory:
+    def count_layer_memory(self, index: int, *, whole: bool) -> ModelPartMemoryBytes:
         """Return the memory of one layer of the model.
         `index` is the layer's number; it is recomputed as a `whole` or else by the run's recompute setting.
         """
         with self.fake_tensor_context():
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
-            model = self._make_decoder(StageLayers(index, index + 1, embeds=False, heads=False), kind)
+            model = self._make_decoder(PipelineStageLayers(index, index + 1, embeds=False, heads=False), kind)
             context = self._make_context(model)
             if isinstance(model, RetroDecoder):
                 return self._count_retrieval_layer(model, context)
@@ -215,7 +215,7 @@ class PartMemoryCounter:
             shape = self._stack_shape(encodes=encodes)
             return self._count_part(model, lambda x: forward(x, context), shape, list(model.parameters()))
 
-    def _count_decoder_layer(self, model: Decoder, context: ForwardContext, *, whole: bool) -> PartMemory:
+    def _count_decoder_layer(self, model: Decoder, context: ForwardContext, *, whole: bool) -> ModelPartMemoryBytes:
         """Count a layer of a decoder; recomputation keeps the layer's own input, where it has one."""
         forward = partial(Decoder.forward, model) if isinstance(model, LayerInputDecoder) else model
         part = self._count_part(model, lambda x: forward(x, context), self.residual_shape, list(model.parameters()))
@@ -234,7 +234,7 @@ class PartMemoryCounter:
             context.key_values[own.get_attention_window(index)] = (0, self._make_input(shape), self._make_input(shape))
         return context
 
-    def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> PartMemory:
+    def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> ModelPartMemoryBytes:
         """Count a layer of a model with retrieval: a stage holds the neighbors once as given and once encoded."""
         assert context.source is not None
         rows, _, width = self.residual_shape
@@ -251,12 +251,12 @@ class PartMemoryCounter:
         more = neighbors.numel() * neighbors.element_size()
         return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
-    def count_embedding_memory(self, *, alone: bool) -> PartMemory:
+    def count_embedding_memory(self, *, alone: bool) -> ModelPartMemoryBytes:
         """Return the memory of the first stage's embedding and of the vision encoder.
         The stage also has the head if `alone`; the vision encoder gets as many images as fit in a sequence.
         """
         with self.fake_tensor_context():
-            model = self._make_decoder(StageLayers(0, 0, True, alone))
+            model = self._make_decoder(PipelineStageLayers(0, 0, True, alone))
             parameters = [
                 p for unit in model.list_parameter_units()[: 1 + (model.vision is not None)] for p in unit.parameters
             ]
@@ -267,14 +267,14 @@ class PartMemoryCounter:
 
             return self._count_part(model, embed, None, parameters)
 
-    def count_head_memory(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
+    def count_head_memory(self, *, alone: bool, has_embedding_and_head: bool) -> ModelPartMemoryBytes:
         """Return the memory of the last norm, the output head and its loss, and the MTP layers.
         `alone` means that the stage also has the embedding. MTP is multi-token prediction.
         """
         with self.fake_tensor_context():
             kind = self.run.recompute if self.run.recompute_layers is None else "none"
             last = self.model.num_layers
-            model = self._make_decoder(StageLayers(last, last, alone, True, has_embedding_and_head), kind)
+            model = self._make_decoder(PipelineStageLayers(last, last, alone, True, has_embedding_and_head), kind)
             context, batch = self._make_context(model), self._make_batch()
             borrowed = self._make_tied_weight() if model.borrows else None
             before = int(alone) + (model.vision is not None)
@@ -288,7 +288,7 @@ class PartMemoryCounter:
     def count_rotary_embedding_bytes(self) -> int:
         """Return the bytes of the rotary embeddings, which all layers of a micro-batch share."""
         with self.fake_tensor_context():
-            model = self._make_decoder(StageLayers(0, 0, False, False))
+            model = self._make_decoder(PipelineStageLayers(0, 0, False, False))
             with self.live:
                 before = self.live.now
                 context = self._make_context(model)
@@ -317,7 +317,7 @@ class PartMemoryCounter:
         rows, length, width = self.residual_shape
         return (rows, length * self.run.seq_length // (self.run.target_length or 1) if encodes else length, width)
 
-    def _make_decoder(self, stage: StageLayers, kind: RecomputeKind = "none") -> Decoder:
+    def _make_decoder(self, stage: PipelineStageLayers, kind: RecomputeKind = "none") -> Decoder:
         """Return one pipeline stage of the model in training mode."""
         modules = cast("tuple[RecomputedModule, ...]", self.run.modules)
         decoder = select_model_class(self.model)(self.build, stage, RecomputePolicy(kind, modules=modules)).train()
@@ -394,7 +394,7 @@ class PartMemoryCounter:
 
     def _count_part(
         self, model: Decoder, forward: Callable[[Tensor], Tensor], shape: Sequence[int] | None, own: Sequence[nn.Parameter]
-    ) -> PartMemory:  # fmt: skip
+    ) -> ModelPartMemoryBytes:  # fmt: skip
         """Return the memory of a forward and backward of one part."""
         buffers = self._attach_gradients(model)
         seed, live = torch.empty(0, device=self.device, requires_grad=True), self.live
@@ -418,7 +418,7 @@ class PartMemoryCounter:
         if self.build.deferred is not None:
             self.build.deferred.take_all_wgrads()
         weights = WeightCounts.from_parameters(own, self.build)
-        return PartMemory(kept, small, forward_peak - before, backward_peak - before, deferred_wgrad, weights)
+        return ModelPartMemoryBytes(kept, small, forward_peak - before, backward_peak - before, deferred_wgrad, weights)
 
     def _backward_peak(self, edge: GradientEdge, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the peak bytes of a backward."""
@@ -457,10 +457,10 @@ class ModelPartMemory:
         context: bytes that the layers of a micro-batch share, held until the end of a step.
     """
 
-    layers: tuple[PartMemory, ...]
-    whole: tuple[PartMemory, ...]
-    embedding: PartMemory
-    head: PartMemory
+    layers: tuple[ModelPartMemoryBytes, ...]
+    whole: tuple[ModelPartMemoryBytes, ...]
+    embedding: ModelPartMemoryBytes
+    head: ModelPartMemoryBytes
     context: int
 
 
@@ -505,8 +505,8 @@ def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_
     model = ModelConfig.model_validate_json(text)
     counter = PartMemoryCounter(model, run)
     names = _trainable_by_layer(model, run, counter.build.adapts)
-    kinds: dict[object, PartMemory] = {}
-    wholes: dict[object, PartMemory] = {}
+    kinds: dict[object, ModelPartMemoryBytes] = {}
+    wholes: dict[object, ModelPartMemoryBytes] = {}
     layers, whole = [], []
     for index in range(model.num_layers):
         normed, own = index > 0 or model.first_norm, names[index] if names else ()

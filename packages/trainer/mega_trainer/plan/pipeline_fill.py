@@ -54,7 +54,7 @@ def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
         )
 
 
-def estimate_makespan(
+def estimate_pipeline_makespan(
     name: str,
     *,
     pp: int,
@@ -78,7 +78,9 @@ def estimate_makespan(
     return first + rounds * (simulate_makespan(microbatches - (rounds - 1) * pp) - first)
 
 
-def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int, pairs_passes: bool = False) -> float:
+def estimate_pipeline_bubble(
+    name: str, *, pp: int, microbatches: int, virtual_stages: int, pairs_passes: bool = False
+) -> float:
     """Return the pipeline bubble: the mean idle share of the ranks, 0 to 1, for equal stages.
     It is exact if a step has few operations.
     """
@@ -88,7 +90,7 @@ def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: in
         )
         return simulate_pipeline_schedule(schedule).mean_bubble_share
     check_operation_count(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
-    makespan = estimate_makespan(
+    makespan = estimate_pipeline_makespan(
         name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, pairs_passes=pairs_passes
     )
     costs = PipelineOpCosts()

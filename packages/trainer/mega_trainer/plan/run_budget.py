@@ -75,7 +75,9 @@ def _parse_with_unit(text: str, units: dict[str, float]) -> float | None:
     return number if number > 0 else None
 
 
-def estimate_budget(tokens: float, tokens_per_second: float, ranks: int, machine: MachineSpec) -> dict[str, float]:
+def estimate_training_budget(
+    tokens: float, tokens_per_second: float, ranks: int, machine: MachineSpec
+) -> dict[str, float]:
     """Return `tokens`, `hours`, `energy_mwh` (of the GPUs at their power limit) and, if the machine has a price, `cost`."""
     hours = tokens / tokens_per_second / 3600
     energy = {"energy_mwh": hours * ranks * machine.power_w / 1e6} if machine.power_w else {}
@@ -84,7 +86,7 @@ def estimate_budget(tokens: float, tokens_per_second: float, ranks: int, machine
 
 
 def find_exceeded_limits(budget: dict[str, Any], limits: BudgetLimits) -> list[str]:
-    """Return a sentence for each limit that a budget of `estimate_budget` exceeds."""
+    """Return a sentence for each limit that a budget of `estimate_training_budget` exceeds."""
     exceeded = []
     if limits.hours is not None and budget["hours"] > limits.hours:
         exceeded.append(f"takes {budget['hours'] / 24:,.1f} days, more than {limits.hours / 24:,.1f}")

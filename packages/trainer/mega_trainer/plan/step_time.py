@@ -33,7 +33,7 @@ from mega_trainer.plan.memory_prediction import (
     split_layers_evenly,
     split_layers_into_stages,
 )
-from mega_trainer.plan.pipeline_fill import estimate_makespan, make_planning_schedule
+from mega_trainer.plan.pipeline_fill import estimate_pipeline_makespan, make_planning_schedule
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
@@ -299,7 +299,7 @@ class PlannedRun:
         run, costs = self.run, self.make_stage_costs(works)
         if run.pp == 1 and not run.overlap_expert_exchange:
             return run.microbatches * sum(cost.total for cost in costs.passes)
-        return estimate_makespan(
+        return estimate_pipeline_makespan(
             run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages,
             pairs_passes=run.overlap_expert_exchange, costs=costs,
         )  # fmt: skip

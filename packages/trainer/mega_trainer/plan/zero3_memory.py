@@ -13,7 +13,7 @@ from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.training_layout import TrainingLayout
 
 if TYPE_CHECKING:
-    from mega_trainer.plan.part_memory import PartMemory, WeightCounts
+    from mega_trainer.plan.part_memory import ModelPartMemoryBytes, WeightCounts
 
 # Smallest all-gather of ZeRO-3 per rank, in elements, since latency grows with the ranks: two layers of an 8B model on 1,024
 # ranks, one on 8.
@@ -64,7 +64,7 @@ class Zero3StageMemory:
         cls,
         model: ModelConfig,
         run: TrainingLayout,
-        layers: Sequence[PartMemory],
+        layers: Sequence[ModelPartMemoryBytes],
         embedding: WeightCounts | None,
         head: WeightCounts | None,
     ) -> Zero3StageMemory:

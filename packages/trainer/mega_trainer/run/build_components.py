@@ -22,7 +22,12 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import open_prompt_dataset
 from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
-from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
+from mega_trainer.kernels.backend_choice import (
+    BackendChoice,
+    BackendFacts,
+    choose_kernel_backends,
+    installed_kernel_versions,
+)
 from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
@@ -39,7 +44,7 @@ from mega_trainer.kernels.recurrent_libraries import (
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
-from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
@@ -145,7 +150,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         "conv": ("conv",),
     }
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
-    return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
+    return choose_kernel_backends(config.kernels.linear, config.kernels.attention, facts, used)
 
 
 def create_kernels(choice: BackendChoice, leaves: FusibleFunctionCompiler) -> Kernels:
@@ -202,7 +207,7 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
     )  # fmt: skip
 
 
-def build_stages(
+def build_pipeline_stages(
     config: RunConfig, build: LayerBuilder, schedule: PipelineSchedule, stage_class: type[Decoder] | None = None
 ) -> dict[int, Decoder]:
     """Return this rank's pipeline stages of the model by stage number, with uninitialised weights.
@@ -236,7 +241,7 @@ def build_stages(
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
-        part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, has_both_ends)
+        part = PipelineStageLayers(layers[index].start, layers[index].stop, index == 0, index == last, has_both_ends)
         own = replace(build, deferred=DeferredWgradQueue()) if schedule.splits_backward else build
         stages[index] = (stage_class or select_model_class(config.model))(own, part, recompute, offload)
         freeze_parameters(stages[index], config.is_trainable)
@@ -335,7 +340,7 @@ def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
     return rule
 
 
-def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
+def shard_pipeline_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
     """Return the weights and gradients of each stage, by stage number, sharded over the data ranks by the ZeRO level."""
     level = config.parallel.zero
     zero_config = ZeroConfig(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-from mega_ckpt.lora_adapter import fingerprint_base
+from mega_ckpt.lora_adapter import fingerprint_base_model
 from mega_ckpt.source import load_weights, open_weight_source, read_model_config
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
@@ -44,7 +44,7 @@ from mega_trainer.objectives.task_objectives import ClassificationObjective, Con
 from mega_trainer.objectives.token_loss_objective import TokenLossObjective
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
+from mega_trainer.run.build_components import build_pipeline_stages, build_schedule, choose_kernels, make_layer_builder
 from mega_trainer.run.train_state import collect_stage_weights
 
 REFERENCE_FILE = 512  # samples per cache file of a reference model
@@ -177,7 +177,7 @@ def _build_teacher(
 
 def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> PrecomputedOutputCache:
     """Return the cache of a model's outputs for a data set, in a folder named by a hash of all their inputs."""
-    key = repr((fingerprint_base(path, open_weight_source(path))["digest"], data.fingerprint, *more))
+    key = repr((fingerprint_base_model(path, open_weight_source(path))["digest"], data.fingerprint, *more))
     return PrecomputedOutputCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
 
 
@@ -229,7 +229,7 @@ def _load_frozen_model(
         build_schedule(plain, groups),
     )
     builder = make_layer_builder(plain, groups, device, choose_kernels(plain, device), leaves)
-    stages = build_stages(plain, builder, schedule, kind)
+    stages = build_pipeline_stages(plain, builder, schedule, kind)
     for stage in stages.values():
         stage.requires_grad_(False).eval()
     source = open_weight_source(path, families=config.registry.families)

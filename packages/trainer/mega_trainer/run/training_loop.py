@@ -47,7 +47,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
     provenance = collect_provenance(ranks.world_size, context.train_data.fingerprint) if is_leader else None
     with (
         convert_oom_and_lost_rank_errors(ranks.rank, lambda: f"step {state.step + 1}", context.memory_needs),
-        hang_watchdog(context),
+        make_hang_watchdog(context),
         StopSignalHandler() as stop_signal,
         CheckpointSaver(config, provenance) as saver,
         GarbageCollectionSchedule(config.train.gc_every) as garbage,
@@ -300,7 +300,7 @@ def pair_with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
         item = following
 
 
-def hang_watchdog(context: TrainingContext) -> AbstractContextManager[object]:
+def make_hang_watchdog(context: TrainingContext) -> AbstractContextManager[object]:
     """Return the watchdog that ends the job if ranks hang, as a context manager; a null context for a single rank."""
     if context.store is None:
         return nullcontext()

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.canonical_tensors import TASK_HEADS
 from mega_ckpt.checkpoint_folders import latest_checkpoint
-from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base
+from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base_model
 from mega_ckpt.lora_tensors import adapted_modules
 from mega_ckpt.source import (
     WeightSource,
@@ -64,14 +64,14 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 from mega_trainer.run.build_components import (
     build_optimizer,
+    build_pipeline_stages,
     build_schedule,
-    build_stages,
     choose_kernels,
     connect_parallel_groups,
     initial_loss_scale,
     load_datasets,
     make_layer_builder,
-    shard_stages,
+    shard_pipeline_stages,
 )
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.run_summary import log_run_end, log_run_size, predict_step_seconds
@@ -248,8 +248,8 @@ def build_training_state_and_executor(
     )
     logger.info("%s%s", choice, f", of extensions: {added}" if added else "")
     builder = make_layer_builder(config, groups, device, choice, leaves)
-    stages = build_stages(config, builder, schedule)
-    sharded = shard_stages(config, stages)
+    stages = build_pipeline_stages(config, builder, schedule)
+    sharded = shard_pipeline_stages(config, stages)
     optimizer = build_optimizer(config, sharded, groups, leaves)
     state = TrainState(config, stages, optimizer, LossGuard(config.train), loss_scale=initial_loss_scale(config))
     executor = PipelineExecutor(
@@ -330,7 +330,7 @@ def _load_initial_weights(
     lora = state.config.lora
     if lora is None:
         return
-    state.adapter_base = fingerprint_base(path, source)
+    state.adapter_base = fingerprint_base_model(path, source)
     if fresh:
         _load_initial_adapter(state, path, source)
 

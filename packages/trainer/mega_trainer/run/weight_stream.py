@@ -24,7 +24,7 @@ PlannedTensor = tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]
 ALIGNMENT = 16  # bytes, of the tensors in a bucket
 
 
-class RankShareSource:
+class RankShareWeightSource:
     """`WeightSource` of this rank's share of a trained model's weights, with zeros in the elements of other ranks.
     Construction is a collective call.
 
@@ -99,7 +99,7 @@ class RankShareSource:
 
 
 def stream_weight_buckets(
-    source: RankShareSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
+    source: RankShareWeightSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensors]:
     """Yield all weights under their HuggingFace names, several whole tensors at a time (a bucket).
     They are in the order of an exported folder's files.
@@ -134,7 +134,7 @@ def _planned_bytes(planned: PlannedTensor) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
-def _gather_bucket(source: RankShareSource, planned: Sequence[PlannedTensor]) -> NamedTensors:
+def _gather_bucket(source: RankShareWeightSource, planned: Sequence[PlannedTensor]) -> NamedTensors:
     sizes = [-(-_planned_bytes(tensor) // ALIGNMENT) * ALIGNMENT for tensor in planned]
     memory, bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=source.device), NamedTensors()
     for (name, dtype, shape, fill), part in zip(planned, torch.split(memory, sizes), strict=True):

@@ -22,7 +22,7 @@ from mega_trainer.verify.case_trainer import (
     NamedTensors,
     SingleProcessOutcomes,
     get_rank_and_world,
-    make_case_groups,
+    make_case_process_groups,
 )
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -47,7 +47,7 @@ def select_tensor_slice(tensor: Tensor, box: TensorBox) -> Tensor:
     return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
 
 
-def tensor_errors(mine: NamedTensors, reference: NamedTensors) -> dict[str, float]:
+def compute_relative_tensor_errors(mine: NamedTensors, reference: NamedTensors) -> dict[str, float]:
     """Return the largest error of each tensor's boxes, relative to the largest element of the reference's tensor."""
     wholes = {name: assemble_tensor(held).double() for name, held in reference.items()}
     scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
@@ -76,8 +76,8 @@ def nan_as_infinity(error: float) -> float:
 
 
 def largest_error(mine: NamedTensors, reference: NamedTensors) -> float:
-    """Return the largest error of any tensor, as `tensor_errors` has them."""
-    return max(tensor_errors(mine, reference).values(), default=0.0)
+    """Return the largest error of any tensor, as `compute_relative_tensor_errors` has them."""
+    return max(compute_relative_tensor_errors(mine, reference).values(), default=0.0)
 
 
 def compare_outcomes(mine: CaseOutcome, reference: CaseOutcome) -> dict[str, float]:
@@ -180,7 +180,7 @@ def compare_cases_with_outcomes(
 
     The findings of a rank that a case does not need are None.
     """
-    (rank, _), maker = get_rank_and_world(), make_case_groups(cases)
+    (rank, _), maker = get_rank_and_world(), make_case_process_groups(cases)
     for case in cases:
         try:
             with context():

@@ -150,7 +150,7 @@ class _GroupListing(ProcessGroupCache):
             self.groups_by_ranks[tuple(ranks)] = None  # type: ignore[assignment]
 
 
-def make_case_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
+def make_case_process_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
     """Make all process groups that the cases need. A collective call of the whole world.
 
     Torch names a group that its members alone ask for by how many groups each has made before, so that ranks which went

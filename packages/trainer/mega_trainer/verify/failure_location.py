@@ -22,11 +22,16 @@ from mega_trainer.verify.case_comparison import (
     TOLERANCE,
     ContextFactory,
     assemble_tensor,
+    compute_relative_tensor_errors,
     nan_as_infinity,
     select_tensor_slice,
-    tensor_errors,
 )
-from mega_trainer.verify.case_trainer import CaseTrainer, NamedTensors, copy_sharded_tensors_to_host, make_case_groups
+from mega_trainer.verify.case_trainer import (
+    CaseTrainer,
+    NamedTensors,
+    copy_sharded_tensors_to_host,
+    make_case_process_groups,
+)
 from mega_trainer.verify.layout_case import LARGE_BUCKET, LayoutCase
 
 PIPELINE_KEYS = ("pp", "virtual_stages", "schedule", "pipeline_layout")
@@ -188,8 +193,8 @@ def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = null
     the gradient norm, and the update.
     """
     plain = replace(case, clip=0.0)
-    (reference,) = run_ranks(record_first_step, 1, plain.single, nullcontext)
-    ranks = run_ranks(record_first_step, case.ranks, plain, context)
+    (reference,) = run_ranks(record_first_step_tensors, 1, plain.single, nullcontext)
+    ranks = run_ranks(record_first_step_tensors, case.ranks, plain, context)
     order = list(canonical_tensors(case.config.model))
     return (
         _compare_activations(reference, ranks)
@@ -200,10 +205,10 @@ def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = null
     )
 
 
-def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
+def record_first_step_tensors(case: LayoutCase, context: ContextFactory) -> StepRecord:
     """Train one step in a layout under test, and return this rank's activations and gradients. A collective call."""
     rank, record = dist.get_rank(), StepRecord()
-    maker: ProcessGroupCache = make_case_groups([case])
+    maker: ProcessGroupCache = make_case_process_groups([case])
     with context():
         trainer = CaseTrainer.build(case, rank, maker)
         batches, _ = trainer.make_micro_batches(0)
@@ -305,7 +310,7 @@ def _compare_tensors(
     errors: dict[str, float] = {}
     for held in ranks:
         known = {name: boxes for name, boxes in held.items() if name in reference}
-        for name, error in tensor_errors(known, reference).items():
+        for name, error in compute_relative_tensor_errors(known, reference).items():
             errors[name] = max(error, errors.get(name, 0.0))
     wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
     if not wrong:

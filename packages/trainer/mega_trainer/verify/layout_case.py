@@ -178,13 +178,13 @@ class LayoutCase:
 
 
 @dataclass(frozen=True, eq=False)
-class ConfigCase(LayoutCase):
+class RunYamlLayoutCase(LayoutCase):
     """Model and parallel layout under test that are given by a run.yaml."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], ranks: int = 1) -> ConfigCase:
+    def from_settings(cls, settings: Mapping[str, Any], ranks: int = 1) -> RunYamlLayoutCase:
         """Return the case with these settings and no others."""
         return cls("run", settings["model"], ranks, settings=settings)
 
@@ -194,12 +194,12 @@ class ConfigCase(LayoutCase):
         return dict(self.settings)
 
     @property
-    def single(self) -> ConfigCase:
+    def single(self) -> RunYamlLayoutCase:
         """Same settings in one process."""
         return self.from_settings({name: value for name, value in self.settings.items() if name != "parallel"})
 
 
-def iterate_degrees(ranks: int, tps: Iterable[int], cp: int = 1) -> Iterator[dict[str, Any]]:
+def iterate_parallel_degrees(ranks: int, tps: Iterable[int], cp: int = 1) -> Iterator[dict[str, Any]]:
     """Yield every combination of tp (of `tps`), sp, pp, schedule and ZeRO level on `ranks` ranks."""
     for tp, pp, (schedule, v) in product(tps, range(1, ranks + 1), SCHEDULES):
         dp, rest = divmod(ranks, tp * pp * cp)
@@ -223,8 +223,8 @@ def iterate_layouts(
         cps: context-parallel degrees, each with its tensor-parallel degrees.
         eps, expert_tps: expert-parallel degrees; empty for a model without experts.
     """
-    shapes = list(iterate_degrees(ranks, tps))
-    shapes += [{**shape, "cp": cp} for cp, own in cps.items() for shape in iterate_degrees(ranks, own, cp)]
+    shapes = list(iterate_parallel_degrees(ranks, tps))
+    shapes += [{**shape, "cp": cp} for cp, own in cps.items() for shape in iterate_parallel_degrees(ranks, own, cp)]
     for shape in shapes:
         stage = ranks // shape["pp"]
         pairs = [(ep, parts) for ep, parts in product(eps, expert_tps) if stage % (ep * parts) == 0]

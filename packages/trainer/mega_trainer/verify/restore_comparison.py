@@ -28,7 +28,7 @@ from mega_trainer.verify.case_trainer import (
     NamedTensors,
     SingleProcessOutcomes,
     copy_sharded_tensors_to_host,
-    make_case_groups,
+    make_case_process_groups,
 )
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -74,7 +74,7 @@ def restore_in_other_layouts(
     """
     rank = dist.get_rank()
     references = SingleProcessOutcomes((after, STEPS_BEFORE + STEPS_AFTER) for _, after in pairs)
-    maker = add_rank_zero_group(make_case_groups(case for pair in pairs for case in pair))
+    maker = add_rank_zero_group(make_case_process_groups(case for pair in pairs for case in pair))
     for number, (before, after) in enumerate(pairs):
         saved, held = cast(Location, folder), dict[str, Any]()
         if rank < before.ranks:
@@ -86,7 +86,7 @@ def restore_in_other_layouts(
         if rank >= after.ranks:
             yield None
             continue
-        with contexts[number]() if contexts else nullcontext(), hide_progress():
+        with contexts[number]() if contexts else nullcontext(), hide_checkpoint_progress_bars():
             second = CaseTrainer.build(after, rank, maker)
             overwrite_training_state(second)
             second.state.restore_checkpoint(everywhere[0][0], find_case_group(maker, after))
@@ -108,14 +108,14 @@ def _train_on(second: CaseTrainer, references: SingleProcessOutcomes) -> RankFin
 def save_case_checkpoint(trainer: CaseTrainer, maker: ProcessGroupCache, folder: Path) -> Location:
     """Save a checkpoint and return its folder. A collective call of the ranks of the case."""
     state = trainer.state
-    with hide_progress():
+    with hide_checkpoint_progress_bars():
         return save_sharded_checkpoint(
             folder, state.step, state.tensors_to_save(), model=trainer.config.model, state=state.checkpoint_state(),
             group=find_case_group(maker, trainer.case),
         )  # fmt: skip
 
 
-def hide_progress() -> AbstractContextManager[Any]:
+def hide_checkpoint_progress_bars() -> AbstractContextManager[Any]:
     """Return a context without the progress bars of saves and loads, of which a verification makes many."""
     return redirect_stderr(io.StringIO())
 

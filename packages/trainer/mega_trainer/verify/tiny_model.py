@@ -32,7 +32,7 @@ COUNTS = ("heads", "groups", "experts")  # ends of the names of options that are
 
 
 @dataclass(frozen=True)
-class TinyRun:
+class TinyModelRun:
     """Run reduced to a tiny model.
 
     Attributes:
@@ -44,7 +44,7 @@ class TinyRun:
     unverified: tuple[str, ...]
 
     @classmethod
-    def from_run(cls, config: RunConfig) -> TinyRun:
+    def from_run(cls, config: RunConfig) -> TinyModelRun:
         """Reduce a run.
 
         Raises:

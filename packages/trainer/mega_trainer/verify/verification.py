@@ -44,7 +44,7 @@ from mega_trainer.verify.local_examination import (
     verify_layout_cases,
 )
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
-from mega_trainer.verify.tiny_model import TinyRun
+from mega_trainer.verify.tiny_model import TinyModelRun
 
 MOST_RANKS = 8
 CANDIDATES = 300  # legal layouts that a covering is chosen from
@@ -61,7 +61,7 @@ GenerationCheck = Callable[[LayoutCase], "tuple[float, str] | str"]
 
 
 @dataclass(frozen=True)
-class CheckRow:
+class VerifyCheckRow:
     """Result of one check.
 
     Attributes:
@@ -89,7 +89,7 @@ class CheckRow:
 
 
 @dataclass(frozen=True)
-class FailureReport:
+class LayoutFailureReport:
     """Smallest failing layout, and the first tensor that differs in it.
 
     Attributes:
@@ -123,7 +123,7 @@ class Verification:
 
     def __init__(
         self,
-        tiny: TinyRun,
+        tiny: TinyModelRun,
         *,
         layouts: int = 12,
         ranks: int = 4,
@@ -152,7 +152,7 @@ class Verification:
         kernels = len(self._tiny.config.kernels.functions)
         return len(self.cases) + (0 if self._only else len(self._restore_pairs) + len(self._single_pairs) + kernels + 1)
 
-    def run_checks(self) -> Iterator[CheckRow]:
+    def run_checks(self) -> Iterator[VerifyCheckRow]:
         """Yield the result of each check as soon as it is known; failed layouts are kept in `failures`."""
         if self._only is None:
             yield from self._check_single_process()
@@ -165,7 +165,7 @@ class Verification:
             problem = verdict.describe_errors(bound)
             if problem:
                 self.failures.append(verdict)
-            yield CheckRow(
+            yield VerifyCheckRow(
                 "layout", verdict.case.layout_text, verdict.case.ranks, None if verdict.failure else verdict.largest_error,
                 bound, problem, time.monotonic() - begin,
             )  # fmt: skip
@@ -173,7 +173,7 @@ class Verification:
         if self._only is None:
             yield from self._check_restores()
 
-    def explain_failure(self) -> FailureReport:
+    def explain_failure(self) -> LayoutFailureReport:
         """Find the smallest layout that fails like one of `failures`, and the first tensor that differs in it."""
         first = min(self.failures, key=lambda verdict: (verdict.case.ranks, len(verdict.case.layout_text.split())))
         known = {id(first.case): first}
@@ -191,7 +191,7 @@ class Verification:
         problem = smallest.describe_errors(compute_error_tolerance(smallest))
         case = smallest.case
         difference = None if smallest.failure else find_first_differing_tensor(case, self._context)
-        return FailureReport(case.layout_text, case.ranks, problem, difference)
+        return LayoutFailureReport(case.layout_text, case.ranks, problem, difference)
 
     @property
     def _single_case(self) -> LayoutCase:
@@ -211,7 +211,7 @@ class Verification:
                 found.append(("chunk size", name, replace(first, model=stepwise), first))
         return found
 
-    def _check_single_process(self) -> Iterator[CheckRow]:
+    def _check_single_process(self) -> Iterator[VerifyCheckRow]:
         """Yield the comparisons in one process.
 
         Raises:
@@ -231,14 +231,14 @@ class Verification:
                     if not verdict.errors[kind] <= bound
                 ]
                 kind = "loss" if check == "bf16" else max(bounds, key=verdict.errors.__getitem__)
-                yield CheckRow(
+                yield VerifyCheckRow(
                     check, name, 1, verdict.errors[kind], bounds[kind], ", ".join(wrong), time.monotonic() - begin
                 )
                 begin = time.monotonic()
         except (RankError, TimeoutError) as error:
             raise ConfigError(f"one process cannot train the tiny model: {describe_rank_error(error)}") from error
 
-    def _check_kernels(self) -> Iterator[CheckRow]:
+    def _check_kernels(self) -> Iterator[VerifyCheckRow]:
         """Yield the comparison of each kernel of an extension with mega's."""
         case, names, done = self._single_case, self._tiny.config.kernels.functions, 0
         begin = time.monotonic()
@@ -247,16 +247,16 @@ class Verification:
                 yield _judge_kernel(case, names[done], found, time.monotonic() - begin)
                 done, begin = done + 1, time.monotonic()
         except (RankError, TimeoutError) as error:
-            yield CheckRow("kernel", names[done], 1, problem=describe_rank_error(error))
+            yield VerifyCheckRow("kernel", names[done], 1, problem=describe_rank_error(error))
 
-    def _compare_generation(self, check: GenerationCheck) -> CheckRow:
+    def _compare_generation(self, check: GenerationCheck) -> VerifyCheckRow:
         begin, case = time.monotonic(), replace(self._single_case, steps=1)
         found = check(case)
         if isinstance(found, str):
-            return CheckRow("generation", "generation against training", 1, skipped=found)
+            return VerifyCheckRow("generation", "generation against training", 1, skipped=found)
         error, name = found
         problem = "" if error <= TOLERANCE else f"log-probabilities {error:.1e}"
-        return CheckRow("generation", name, 1, error, TOLERANCE, problem, time.monotonic() - begin)
+        return VerifyCheckRow("generation", name, 1, error, TOLERANCE, problem, time.monotonic() - begin)
 
     @property
     def _restore_pairs(self) -> list[tuple[LayoutCase, LayoutCase]]:
@@ -270,7 +270,7 @@ class Verification:
         alike = next((case for case in self.cases if case.ranks > 1 and case.model == single.model), None)
         return ([(replace(single, steps=STEPS), alike)] if alike else []) + found[: MOST_RESTORES - bool(alike)]
 
-    def _check_restores(self) -> Iterator[CheckRow]:
+    def _check_restores(self) -> Iterator[VerifyCheckRow]:
         pairs = self._restore_pairs
         done, ranks = 0, max((case.ranks for pair in pairs for case in pair), default=1)
         while done < len(pairs):
@@ -284,7 +284,7 @@ class Verification:
                         yield _judge_restore(*pairs[done], parts, time.monotonic() - begin)
                         done, begin = done + 1, time.monotonic()
                 except (RankError, TimeoutError) as error:
-                    yield CheckRow("restore", _name_pair(*pairs[done]), ranks, problem=describe_rank_error(error))
+                    yield VerifyCheckRow("restore", _name_pair(*pairs[done]), ranks, problem=describe_rank_error(error))
                     done += 1
 
 
@@ -292,18 +292,18 @@ def _name_pair(before: LayoutCase, after: LayoutCase) -> str:
     return f"{before.layout_text} -> {after.layout_text}"
 
 
-def _judge_kernel(case: LayoutCase, name: str, found: KernelFindings, seconds: float) -> CheckRow:
+def _judge_kernel(case: LayoutCase, name: str, found: KernelFindings, seconds: float) -> VerifyCheckRow:
     """Return the result of the comparison of one kernel of an extension."""
     operation = case.config.registry.entries("kernels")[name].operation
     if found.precision is None or found.findings is None:
         skipped = f"supports no call of {operation} in the tiny model on a CPU"
-        return CheckRow("kernel", f"{name} against mega's {operation}", 1, skipped=skipped)
+        return VerifyCheckRow("kernel", f"{name} against mega's {operation}", 1, skipped=skipped)
     bound, verdict = KERNEL_BOUNDS[found.precision], merge_rank_findings(case, [found.findings])
     title = f"{name} against mega's {operation} in {found.precision}, {found.calls} calls"
-    return CheckRow("kernel", title, 1, verdict.largest_error, bound, verdict.describe_errors(bound), seconds)
+    return VerifyCheckRow("kernel", title, 1, verdict.largest_error, bound, verdict.describe_errors(bound), seconds)
 
 
-def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], seconds: float) -> CheckRow:
+def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], seconds: float) -> VerifyCheckRow:
     """Return the result of one restore: bits of all tensors, and the steps after it."""
     verdict = merge_rank_findings(after, [part.steps for part in parts])
     if after.steps < STEPS:  # the steps after it would magnify rounding
@@ -313,7 +313,7 @@ def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], 
     problem = f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_errors(bound)
     ranks = max(before.ranks, after.ranks)
     error = verdict.largest_error if verdict.errors else None
-    return CheckRow("restore", _name_pair(before, after), ranks, error, bound, problem, seconds)
+    return VerifyCheckRow("restore", _name_pair(before, after), ranks, error, bound, problem, seconds)
 
 
 def verify_run(run: Mapping[str, Any], *, layouts: int = 4, ranks: int = 2) -> list[str]:
@@ -329,7 +329,7 @@ def verify_run(run: Mapping[str, Any], *, layouts: int = 4, ranks: int = 2) -> l
         ConfigError: for a run that is not valid, or that one process cannot train.
     """
     config = RunConfig.parse(resolve_run_config({"data": {"train": ["none"]}, **run}))
-    verification = Verification(TinyRun.from_run(config), layouts=layouts, ranks=ranks)
+    verification = Verification(TinyModelRun.from_run(config), layouts=layouts, ranks=ranks)
     problems = [f"{row.check} {row.name}: {row.problem}" for row in verification.run_checks() if row.problem]
     if verification.failures:
         report = verification.explain_failure()
@@ -345,7 +345,7 @@ def compare_case_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterat
         yield compare_with_reference_outcome(mine, wanted)
 
 
-def make_tiny_layout_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
+def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
     """Return a layout to test with the tiny model."""
     model = tiny.model_fields(layers)
     own = tiny.case_fields()
@@ -354,7 +354,7 @@ def make_tiny_layout_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any)
     return LayoutCase(tiny.name, model, ranks, **{**own, **fields})
 
 
-def count_stable_steps(tiny: TinyRun, layers: int) -> int:
+def count_stable_steps(tiny: TinyModelRun, layers: int) -> int:
     """Return the number of steps whose errors are distinct from rounding.
 
     Many layers with delta rules magnify rounding by forty in each step.
@@ -362,7 +362,7 @@ def count_stable_steps(tiny: TinyRun, layers: int) -> int:
     return 1 if layers > 4 and (tiny.config.model.delta or tiny.config.model.kda) else STEPS
 
 
-def choose_covering_layout_cases(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
+def choose_covering_layout_cases(tiny: TinyModelRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
     """Return a covering of the legal layouts of up to `ranks` ranks; the first is the nearest to the run's own layout.
     Tensor parallelism without sequence parallelism, which hides missing gradient sums, and context parallelism follow, if
     the model has such layouts and `count` allows it.
@@ -407,7 +407,7 @@ def _splits_context(case: LayoutCase) -> bool:
     return bool(case.layout["cp"] > 1)
 
 
-def sample_layout_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
+def sample_layout_case(tiny: TinyModelRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
     """Draw what a layout leaves open: batch, uneven stages, recomputation, offload and buckets."""
     layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
@@ -437,7 +437,7 @@ def _likeness(case: LayoutCase, own: dict[str, Any]) -> int:
     return alike.count(True)
 
 
-def parse_layout(tiny: TinyRun, text: str) -> LayoutCase:
+def parse_layout(tiny: TinyModelRun, text: str) -> LayoutCase:
     """Return the case of a layout, as `LayoutCase.layout_text` writes it: `tp=2 sp=True micro=4 batch=8`.
 
     Raises:
