@@ -21,7 +21,7 @@ LINE = 60  # digits that `bc` prints on one line
 
 
 def simulate_expr_command(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return the output of the shell command `expr` with these arguments.
+    """Return the output that the shell command `expr` would have with these arguments.
     The result is None if they are not an expression of whole numbers.
     """
     text = " ".join(arguments)
@@ -31,7 +31,7 @@ def simulate_expr_command(arguments: Sequence[str], _: str | None) -> str | None
 
 
 def simulate_bc_command(arguments: Sequence[str], entered: str | None) -> str | None:
-    """Return the output of the shell command `bc` for its standard input `entered`.
+    """Return the output that the shell command `bc` would have for its standard input `entered`.
     It is supported for numeric expressions and assignments of `scale`; the result is None for other input.
     """
     if entered is None or any(argument not in ("-l", "-q", "-lq", "-ql") for argument in arguments):
@@ -54,7 +54,7 @@ def _format_as_bc(value: Number) -> str:
 
 
 def simulate_seq_command(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return the output of the shell command `seq` for whole numbers, or None for other arguments."""
+    """Return the output that the shell command `seq` would have for whole numbers, or None for other arguments."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
     else:

@@ -47,14 +47,14 @@ def _join_lines(lines: Sequence[str]) -> str:
 
 
 def simulate_cat_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `cat`, its standard input `entered`.
+    """Return the output that the shell command `cat` would have, its standard input `entered`.
     Returns None if that is unknown or files are given.
     """
     return entered if not arguments or arguments == ["-"] else None
 
 
 def simulate_tr_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `tr`, or None if it is unknown.
+    """Return the output that the shell command `tr` would have, or None if that is unknown.
     The command translates, deletes or squeezes characters of its standard input `entered`.
     """
     options, names = getopt.getopt(list(arguments), "cCds", ["complement", "delete", "squeeze-repeats"])
@@ -106,7 +106,7 @@ def _unescape(character: str) -> str:
 
 
 def simulate_cut_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `cut`, or None if it is unknown.
+    """Return the output that the shell command `cut` would have, or None if that is unknown.
     The command prints fields or characters of its standard input `entered`.
     """
     parsed, files = getopt.gnu_getopt(
@@ -151,7 +151,7 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
 
 
 def simulate_sed_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `sed s/old/new/` for a literal `old`.
+    """Return the output that the shell command `sed s/old/new/` would have for a literal `old`.
     The standard input is `entered`; `new` may contain unknown values. Returns None if the output is unknown.
     """
     program = arguments[1:] if arguments[0] == "-e" else arguments
@@ -171,7 +171,7 @@ def simulate_sed_command(arguments: Arguments, entered: str | None) -> str | Non
 
 
 def simulate_awk_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `awk` for a simple program, None for other programs.
+    """Return the output that the shell command `awk` would have for a simple program, None for other programs.
     A simple program only prints fields, texts, or an expression in `BEGIN`.
     """
     options, words = getopt.getopt(list(arguments), "F:")
@@ -224,7 +224,7 @@ def _awk_field(number: int) -> AwkItem:
 
 
 def simulate_head_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `head`, or None if it is unknown.
+    """Return the output that the shell command `head` would have, or None if that is unknown.
     The output is the first lines of its standard input `entered`.
     """
     count = _line_count(arguments)
@@ -232,7 +232,7 @@ def simulate_head_command(arguments: Arguments, entered: str | None) -> str | No
 
 
 def simulate_tail_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `tail`, or None if it is unknown.
+    """Return the output that the shell command `tail` would have, or None if that is unknown.
     The output is the last lines of its standard input `entered`.
     """
     count = _line_count(arguments)
@@ -258,14 +258,14 @@ def simulate_paste_command(arguments: Arguments, entered: str | None) -> str | N
 
 
 def simulate_rev_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `rev`, or None if it is unknown.
+    """Return the output that the shell command `rev` would have, or None if that is unknown.
     The output is each line of its standard input `entered` in reverse.
     """
     return None if entered is None or arguments else "\n".join(line[::-1] for line in entered.split("\n"))
 
 
 def simulate_wc_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of the shell command `wc`, or None if it is unknown.
+    """Return the output that the shell command `wc` would have, or None if that is unknown.
     The command has one of -l, -w, -c, -m; its standard input is `entered`.
     """
     counts: dict[str, Callable[[str], int]] = {

@@ -94,8 +94,8 @@ PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.I
 
 
 def translate_hf_objective(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> str:
-    """Set `objective` and the data settings of run.yaml from a settings file with HuggingFace's names.
-    Returns the kind of the objective, such as dpo; `dialect` is the program of the file.
+    """Translate the objective and data settings of a HuggingFace trainer to run.yaml, and return the objective's kind.
+    The kind is, for example, dpo; `dialect` is the program of the file.
 
     Raises:
         ConfigError: for an unsupported objective.

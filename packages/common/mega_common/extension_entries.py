@@ -160,7 +160,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Callback:
-    """Function that is called between steps.
+    """Extension's function that a run calls after each training step, to measure or record.
 
     Attributes:
         build: class or function `(options) -> after_step`, where `after_step(FinishedStep)` is called on all ranks after each

@@ -124,7 +124,7 @@ class CausalDecoderEntry:
         return {"causal": True}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `is_decoder`."""
+        """Return the key `is_decoder` of config.json with its value."""
         if not model.causal:
             raise ConfigMismatchError("causal must be True")
         return {"is_decoder": True}

@@ -144,7 +144,7 @@ class EncoderHeadsEntry:
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `architectures` with the transformers class that has the model's heads."""
+        """Return the key `architectures` of config.json with its value with the transformers class that has the model's heads."""
         expected = {"activation": self.activation or model.activation, "dense": True, "dense_bias": True, "bias": True}
         if model.sentence_pairs and not self.has_pairs:
             raise ConfigMismatchError("sentence_pairs must be False")

@@ -117,7 +117,7 @@ class KeyEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this class translates or checks."""
+        """Names of the `ModelConfig` fields that are translated to and from config.json, or checked."""
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class FixedFieldsEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this class translates or checks."""
+        """Names of the `ModelConfig` fields that are translated to and from config.json, or checked."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class PerHeadNormEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this class translates or checks."""
+        """Names of the `ModelConfig` fields that are translated to and from config.json, or checked."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

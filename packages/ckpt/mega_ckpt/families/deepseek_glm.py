@@ -223,7 +223,7 @@ class YoutuInitRangeConfigEntry:
         return {"init_std": raw.get("initializer_range") or 2.0 / (5.0 * raw["hidden_size"]) ** 0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `initializer_range`."""
+        """Return the key `initializer_range` of config.json with its value."""
         return {"initializer_range": model.init_std}
 
 

@@ -233,7 +233,7 @@ class DiskTensor:
         )
 
     def fit_to_shape(self, shape: TensorShape) -> DiskTensor:
-        """Return the disk tensor with the layout of a file where it has `shape`.
+        """Return the rule of a tensor in model files with the axis order that fits the shape in the given file.
         Transformers 5 saves transposed experts as (out, in), and reads either.
         """
         if shape == self.shape or not isinstance(self.layout, ConcatExpertsLayout) or not self.layout.transposed:

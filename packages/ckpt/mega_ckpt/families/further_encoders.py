@@ -158,7 +158,7 @@ class EmbeddingSizeEntry:
         return {"embedding_size": None if size == raw.get("hidden_size") else size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `embedding_size`."""
+        """Return the key `embedding_size` of config.json with its value."""
         return {"embedding_size": model.embedding_width}
 
 
@@ -400,7 +400,7 @@ class EuroBertHeadsConfigEntry:
         return {"masked_lm": head, **({"pooler_activation": "gelu"} if classifies else {})}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `architectures`, and `classifier_pooling` of a classifier.
+        """Return the key `architectures` of config.json with its value, and `classifier_pooling` of a classifier.
         Raises ConfigMismatchError for other heads.
         """
         expected = MaskedLmConfig(dense=False, dense_bias=False, bias=model.mlp_bias)

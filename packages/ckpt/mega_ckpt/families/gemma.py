@@ -67,7 +67,7 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `query_pre_attn_scalar`, an integer, from the attention scale.
+        """Return the key `query_pre_attn_scalar` of config.json with its value, an integer, from the attention scale.
         Raises ConfigMismatchError if `attention_scale` is not 1 / sqrt(an integer).
         """
         if model.attention_scale is None:

@@ -53,7 +53,7 @@ class Gpt2SizesEntry:
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `n_inner` (null for the default width), without `n_ctx`."""
+        """Return the key `n_inner` of config.json with its value (null for the default width), without `n_ctx`."""
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
 
@@ -180,7 +180,7 @@ class MultiQueryEntry:
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `multi_query`; ConfigMismatchError for grouped-query attention."""
+        """Return the key `multi_query` of config.json with its value; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
         check_heads_fill_hidden_size(model)

@@ -45,7 +45,7 @@ class LogitsScalingEntry:
         return {"logit_scale": 1 / divisor}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `logits_scaling`, the inverse of `logit_scale`, rounded if rounding loses nothing."""
+        """Return the key `logits_scaling` of config.json with its value, the inverse of `logit_scale`, rounded if rounding loses nothing."""
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -64,7 +64,7 @@ class AttentionMultiplierEntry:
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `attention_multiplier`, the scale of attention logits.
+        """Return the key `attention_multiplier` of config.json with its value, the scale of attention logits.
         Mega's default scale, head_dim^-0.5, is written as a number.
         """
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}

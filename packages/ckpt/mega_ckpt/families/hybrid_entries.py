@@ -86,7 +86,7 @@ class UnusedFieldsEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this class translates or checks."""
+        """Names of the `ModelConfig` fields that are translated to and from config.json, or checked."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class OptionalRopeEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this class translates or checks."""
+        """Names of the `ModelConfig` fields that are translated to and from config.json, or checked."""
         return frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class OptionalRopeEntry:
         return {"position": "rope", **self.rope.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `position_embedding_type` and, with rotary positions, their keys.
+        """Return the key `position_embedding_type` of config.json with its value and, with rotary positions, their keys.
         The key is "nope" for no positions, as in published folders.
         """
         if model.position == "learned":

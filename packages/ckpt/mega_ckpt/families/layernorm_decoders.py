@@ -335,7 +335,7 @@ class FalconWidthEntry:
         return {"ffn_hidden_size": raw.get("ffn_hidden_size") or 4 * raw.get("hidden_size", 0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `ffn_hidden_size`, the MLP width."""
+        """Return the key `ffn_hidden_size` of config.json with its value, the MLP width."""
         return {"ffn_hidden_size": model.ffn_hidden_size}
 
 

@@ -87,7 +87,7 @@ class Lfm2LayerTypesConfigEntry:
         return {"layers": [f"{mixer}+{'mlp' if i < dense else 'moe'}" for i, mixer in enumerate(mixers)]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `layer_types` and, with experts, `num_dense_layers`.
+        """Return the key `layer_types` of config.json with its value and, with experts, `num_dense_layers`.
 
         Raises:
             ConfigMismatchError: for other mixers, and for a dense layer after one with experts.

@@ -112,7 +112,7 @@ class MixerNormEpsEntry:
         return {"norm_eps": raw.get("mixer_rms_eps", 1e-6)}
 
     def config_from_fields(self, model: Mamba1Config) -> dict[str, Any]:
-        """Return the config.json key `mixer_rms_eps`; ConfigMismatchError if the section has no epsilon of its own."""
+        """Return the key `mixer_rms_eps` of config.json with its value; ConfigMismatchError if the section has no epsilon of its own."""
         if model.norm_eps is None:
             raise ConfigMismatchError("mamba1.norm_eps must be set: mixer_rms_eps is independent of layer_norm_epsilon")
         return {"mixer_rms_eps": model.norm_eps}

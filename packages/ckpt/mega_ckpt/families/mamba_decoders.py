@@ -131,7 +131,7 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `attn_layer_indices`; ConfigMismatchError for a model with experts."""
+        """Return the key `attn_layer_indices` of config.json with its value; ConfigMismatchError for a model with experts."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -194,7 +194,7 @@ class MambaLayersEntry:
         return {"num_layers": len(layers), "layers": [self.mixer] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `num_hidden_layers`; ConfigMismatchError unless every layer has the mixer alone."""
+        """Return the key `num_hidden_layers` of config.json with its value; ConfigMismatchError unless every layer has the mixer alone."""
         if any(kind != (self.mixer, None) for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all be {self.mixer!r}")
         return {"num_hidden_layers": model.num_layers}

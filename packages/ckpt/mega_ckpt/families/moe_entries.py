@@ -247,7 +247,7 @@ class MlpLayerTypesEntry:
         return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `mlp_layer_types`, with "dense" or "sparse" for each layer.
+        """Return the key `mlp_layer_types` of config.json with its value, with "dense" or "sparse" for each layer.
         The number of dense layers at the start, which other readers use, is added if all others have experts.
         """
         sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]

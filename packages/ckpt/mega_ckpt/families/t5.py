@@ -148,7 +148,7 @@ class T5HeadSizeEntry:
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `d_kv`, the head dimension, even if it is the default."""
+        """Return the key `d_kv` of config.json with its value, the head dimension, even if it is the default."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
         return {"d_kv": model.query_key_head_dim}
@@ -168,7 +168,7 @@ class DropoutRateEntry:
         return dict.fromkeys(sorted(self.handled_model_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `dropout_rate` from `residual_dropout`.
+        """Return the key `dropout_rate` of config.json with its value from `residual_dropout`.
         Embedding and attention dropout are not written.
         """
         return {"dropout_rate": model.residual_dropout}

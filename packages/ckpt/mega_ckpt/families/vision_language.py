@@ -107,7 +107,7 @@ class GridPinpointsEntry:
         return {"pinpoints": raw.get("image_grid_pinpoints") or _DEFAULT_PINPOINTS}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key `image_grid_pinpoints` from the fields of a `VisionConfig`."""
+        """Return the key `image_grid_pinpoints` of config.json with its value from the fields of a `VisionConfig`."""
         return {"image_grid_pinpoints": [list(size) for size in model.pinpoints or ()]}
 
 
@@ -151,7 +151,7 @@ class TokensPerImageEntry:
         return {"pool": patches // side}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key `mm_tokens_per_image` from the fields of a `VisionConfig`."""
+        """Return the key `mm_tokens_per_image` of config.json with its value from the fields of a `VisionConfig`."""
         return {"mm_tokens_per_image": model.tokens_per_image}
 
 

@@ -40,7 +40,7 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `sliding_window`, or no key if the family does not support windows."""
+        """Return the key `sliding_window` of config.json with its value, or no key if the family does not support windows."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:

@@ -356,12 +356,12 @@ class MegatronInvertedSwitchEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """The boolean Megatron argument that this class translates."""
+        """Name of the boolean Megatron argument that is translated to a `ModelConfig` field."""
         return frozenset({self.key})
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """The boolean field of `ModelConfig` that this class translates."""
+        """Name of the boolean `ModelConfig` field that is translated to a Megatron argument."""
         return frozenset({self.field})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class TransformersDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch.
+        """Return the forward context of a micro-batch: its positions and documents, as the transformers module takes them.
         At the first call, verify that the module attends as the data requires.
         """
         packed = batch.sequence_bounds.document_starts is not None

@@ -60,7 +60,7 @@ class MetaWeightQuantizer:
         )
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised weight of the unpacked shape."""
+        """Return a weight without values, as a 4-bit matrix would be unpacked, for memory prediction."""
         return packed.new_empty(get_unpacked_4bit_shape(packed.shape), dtype=dtype)
 
 
