@@ -331,8 +331,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, found a list"),
     "unknown model_type": (
-        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
-        "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="rwkv")),
+        "model type 'rwkv' is not supported; supported families: docs/families.md",
     ),
     "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors, the file of .* is missing"),
     "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),

@@ -155,6 +155,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 2}},
     "eval.tasks": {"eval": {"tasks": ["hellaswag"]}},
     "kernels.linear": {"kernels": {"linear": "te"}},
+    "kernels.functions": {"kernels": {"functions": ["fused_norm"]}},
     "kernels.attention": {"kernels": {"attention": "flash"}},
     "kernels.conv": {"kernels": {"conv": "causal_conv1d"}},
     "kernels.scan": {"kernels": {"scan": "mamba_ssm"}},

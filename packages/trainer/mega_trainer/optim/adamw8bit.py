@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.errors import ConfigError
+from mega_trainer.distributed.device import to_host
 from mega_trainer.optim.adamw import MOMENTS
 from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 
@@ -45,7 +46,7 @@ class EightBitMoment:
         values: Tensor = self._library.dequantize_blockwise(
             self.codes, absmax=self.scales, code=self.values_by_code, blocksize=BLOCK
         )
-        return values.cpu()
+        return to_host(values)
 
     def pack_values(self, values: Tensor) -> None:
         """Quantise values fp32 [n] in host memory; those of `unpack_values` become the codes and scales that they were.
@@ -53,7 +54,7 @@ class EightBitMoment:
         The library quantises by a table on a CPU, which does not round each value to the nearest one.
         """
         blocks = pad(values, (0, len(self.scales) * BLOCK - len(values))).view(-1, BLOCK)
-        scales, by_code = blocks.abs().amax(1), self.values_by_code.cpu()
+        scales, by_code = blocks.abs().amax(1), to_host(self.values_by_code)
         shares = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).flatten()[: len(values)]
         self.codes.copy_(torch.bucketize(shares, (by_code[1:] + by_code[:-1]) / 2))
         self.scales.copy_(scales)
