@@ -27,7 +27,8 @@ class BlockTraits:
         heads: heads, which tensor ranks split.
         shared_heads: heads that others share, such as key/value heads; None: `heads`.
         recurrent: the block carries a state from token to token.
-        context_parallel: the block exchanges what context ranks need; otherwise parallel.cp > 1 is refused.
+        context_parallel: the block computes its part of a sequence that is split over context ranks; otherwise parallel.cp > 1
+            is refused.
         flops_per_token: forward FLOPs per token in addition to those of its matrices.
         flops_per_key: forward FLOPs for each pair of a query and a visible key.
         keys: most keys that a query sees, such as a chunk; None: all.

@@ -141,8 +141,18 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
         "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
     )
     model = {**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]}
-    with pytest.raises(ConfigError, match="requires mixers that exchange tokens"):
+    with pytest.raises(ConfigError, match="requires blocks that compute their part .* mean declares that it does not"):
         parse(extensions=[write(tmp_path, text)], model=model, parallel={"cp": 2})
+    for traits, parallel, words in (
+        ("", {"cp": 2}, "mean declares that it does not"),
+        ("heads=3, context_parallel=True", {"tp": 2, "cp": 2}, "parallel.tp = 2"),
+    ):
+        declared = f"Block(Mean, declares=lambda model, options: BlockTraits({traits}))"
+        of_feed = text.replace("mixers={'mean': Block(Mean)}", f"feed_forwards={{'mean': {declared}}}")
+        feed = {**SIZES, "feed_forwards": {"mean": {}}, "layers": ["attention+mean"]}
+        file = write(tmp_path, f"from mega_trainer.extend import BlockTraits\n{of_feed}", f"feed{len(traits)}.py")
+        with pytest.raises(ConfigError, match=words):
+            parse(extensions=[file], model=feed, parallel=parallel)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
     """
     if model.mla and model.mla.indexer and model.mla.indexer.num_heads % tp:
         return False
+    # a feed-forward block of an extension has one head unless it declares more
+    if any(
+        block.declares and block.declares.heads > 1 and block.declares.heads % tp
+        for block in model.feed_forwards.values()
+    ):
+        return False
     return all(width % tp == 0 for width in list_sharded_ffn_widths(model)) and all(
         heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in model.head_counts
     )

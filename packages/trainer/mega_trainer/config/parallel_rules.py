@@ -193,9 +193,9 @@ class ParallelRules:
             )
         if cp == 1:
             return
-        for name, block in model.mixers.items():
+        for name, block in {**model.mixers, **model.feed_forwards}.items():
             if block.declares is not None and not block.declares.context_parallel:
-                rule = f"requires mixers that exchange tokens between context ranks; {name} declares none"
+                rule = f"requires blocks that compute their part of a sequence split over context ranks, and {name} declares that it does not"
                 yield ConfigProblem("parallel.cp", rule, cp, "set parallel.cp=1")
         fits = not can_split_model(model, tp) or can_split_heads(model, tp, cp)
         if model.attention_dropout and parallel.cp_kind != "alltoall":
