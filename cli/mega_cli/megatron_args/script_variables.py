@@ -73,7 +73,7 @@ class ShellScriptVariables:
 
     @contextmanager
     def enter_nested_script(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Context manager in which line numbers and positional parameters are those of a nested script.
+        """Context manager in which a nested script has its own line numbers and positional parameters.
         Line numbers count from `place`, (first line, True if all text counts as this line), and `arguments` are `$1`,
         `$2`, ... unless None.
         """

@@ -18,7 +18,7 @@ FAMILY = replace(
     architecture="MyExtensionForCausalLM",
     # the entries of Llama for all other keys; docs/extensions.md lists kinds of entries
     entries=(*(entry for entry in LLAMA.entries if "qk_norm" not in entry.handled_model_fields), NORMS),
-    # tensors without a rule have mega's names, which are those of Llama
+    # tensors without a rule have mega's names, as in Llama
     rules=(
         TensorRule(f"{LAYER}.attention.query_norm.weight", (f"{LAYER}.self_attn.q_norm.weight",)),
         TensorRule(f"{LAYER}.attention.key_norm.weight", (f"{LAYER}.self_attn.k_norm.weight",)),

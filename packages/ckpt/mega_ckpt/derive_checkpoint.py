@@ -65,7 +65,7 @@ def average_checkpoints(
     The result is `destination`, a new mega checkpoint of step 0.
 
     Each tensor is summed in fp32, or in fp64 if a source has it in fp64, and written in the dtype of the first source
-    (arXiv:2203.05482). Assets and buffers are those of the first source. The step of the result is 0. The provenance has
+    (arXiv:2203.05482). Assets and buffers come from the first source. The step of the result is 0. The provenance has
     the sources and their weights as `average`.
 
     Args:

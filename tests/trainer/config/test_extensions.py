@@ -141,7 +141,7 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
         "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
     )
     model = {**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]}
-    with pytest.raises(ConfigError, match="requires blocks that compute their part .* mean declares that it does not"):
+    with pytest.raises(ConfigError, match=r"requires blocks that compute their part .* mean declares that it does not"):
         parse(extensions=[write(tmp_path, text)], model=model, parallel={"cp": 2})
     for traits, parallel, words in (
         ("", {"cp": 2}, "mean declares that it does not"),

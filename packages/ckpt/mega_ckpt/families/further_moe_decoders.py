@@ -363,7 +363,7 @@ class CohereExpertsEntry:
 
 @dataclass(frozen=True)
 class DenseFfnWidthConfigEntry:
-    """Translation to and from config.json of the width of dense layers, which is that of an expert if the key is absent."""
+    """Translation to and from config.json of the width of dense layers, by default the width of an expert."""
 
     handled_config_keys: frozenset[str] = frozenset({"prefix_dense_intermediate_size"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})

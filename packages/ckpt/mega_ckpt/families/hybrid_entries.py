@@ -22,7 +22,7 @@ from mega_common.layer_kinds import MambaConfig
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
-# Names of a layer's mixer in transformers; the first names are those of transformers 5.
+# Names of a layer's mixer in transformers; the first names are used by transformers 5.
 ATTENTION = {"full_attention": "attention", "attention": "attention"}
 RECURRENT = ("linear_attention", "mamba")
 CONV1D = ConvLayout()
@@ -38,7 +38,7 @@ def parse_layer_mixers(
 ) -> list[str]:
     """Return the mixer of each layer, "attention" or `recurrent`, from `kinds`, a config.json's list of layer types.
 
-    `names` are those of the other mixer in config.json.
+    `names` are the names of the other mixer in config.json.
 
     Raises:
         ConfigMismatchError: for another type, or another number of layers.

@@ -55,7 +55,7 @@ def build_sigmoid_router_config_entries(
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[MoeFieldEntry, ...]:
     """Return the entries of DeepSeek-V3's router, with transformers' defaults of absent keys.
-    None marks a required key. `key` is that of the number of experts; `groups`: groups of experts, and groups per token.
+    None marks a required key. `key` has the number of experts; `groups`: groups of experts, and groups per token.
     """
     return (
         KeyEntry(f"{key} num_local_experts", "num_experts", ... if experts is None else experts),
