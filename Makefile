@@ -33,7 +33,7 @@ test: $(VENV)/.done  ## every test that this machine can run, but a few long one
 	$(TEST) -n 3 --dist worksteal
 
 test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
-	$(TEST) -m long -n 3 --dist worksteal --timeout 900
+	$(TEST) -m long -n 2 --dist worksteal --timeout 900
 
 # torch's CUDA build, whichever build pip is configured to prefer here; everything else is that of the usual environment
 $(NULL_GPU)/.done: $(VENV)/.done

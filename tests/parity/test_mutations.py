@@ -13,11 +13,11 @@ from mega_trainer.verify.case_comparison import merge_rank_findings
 SEEN = 1e-6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_each_is_seen() -> None:
     """One test, for pytest-xdist would train them once in each of its processes."""
-    for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=580), strict=True):
+    for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=1100), strict=True):
         healthy, ill = (merge_rank_findings(one.case, each) for each in zip(*ranks, strict=True))
         assert not healthy.describe_problem(1e-10), one.name
         assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
