@@ -101,10 +101,18 @@ class UnusedFieldsEntry:
 @dataclass(frozen=True)
 class OptionalRopeEntry:
     """Translation to and from config.json of rotary positions or no positions (Granite 4).
-    Config.json selects them by `position_embedding_type`.
+    Config.json selects them by `position_embedding_type`; subclasses by other keys.
     """
 
     rope: RopeEntry
+
+    def has_positions(self, raw: ConfigDict) -> bool:
+        """Return whether a config.json selects rotary positions."""
+        return raw.get("position_embedding_type") == "rope"
+
+    def selection_keys(self, *, has_positions: bool) -> dict[str, Any]:
+        """Return the keys of config.json that select rotary positions, or none: "nope", as in published folders."""
+        return {"position_embedding_type": "rope" if has_positions else "nope"}
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -118,18 +126,16 @@ class OptionalRopeEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return, from config.json, the `ModelConfig` fields `position` and, if it is "rope", `rope`."""
-        if raw.get("position_embedding_type") != "rope":
+        if not self.has_positions(raw):
             return {"position": "none"}
         return {"position": "rope", **self.rope.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `position_embedding_type` of config.json with its value and, with rotary positions, their keys.
-        The key is "nope" for no positions, as in published folders.
-        """
-        if model.position == "learned":
-            raise ConfigMismatchError("position must be rope or none, not learned")
-        kind = "rope" if model.position == "rope" else "nope"
-        return {"position_embedding_type": kind, **(self.rope.config_from_fields(model) if kind == "rope" else {})}
+        """Return the config.json keys of rotary positions; ConfigMismatchError for other kinds of positions."""
+        if model.position not in ("rope", "none"):
+            raise ConfigMismatchError(f"position must be rope or none, not {model.position}")
+        selected = self.selection_keys(has_positions=model.position == "rope")
+        return {**selected, **(self.rope.config_from_fields(model) if model.position == "rope" else {})}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.hybrid_entries import (
     CONV1D,
     NO_WINDOW,
+    OptionalRopeEntry,
     check_layer_mixers,
     parse_layer_mixers,
     to_transformers_layer_types,
@@ -84,32 +85,23 @@ class OlmoHybridLayersEntry:
 
 
 @dataclass(frozen=True)
-class OptionalRopeConfigEntry:
+class NullableRopeEntry(OptionalRopeEntry):
     """Translation to and from config.json of rotary positions, or of none if `rope_theta` or `rope_type` is null, as on the hub."""
-
-    rope: RopeEntry
-    handled_model_fields: frozenset[str] = frozenset({"position", "rope"})
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that this class translates or checks."""
         return self.rope.handled_config_keys
 
-    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `position` and, if it is "rope", `rope`."""
+    def has_positions(self, raw: ConfigDict) -> bool:
+        """Return whether a config.json has a base frequency and a type of rotary positions."""
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         theta = given.get("rope_theta", raw.get("rope_theta", self.rope.theta))
-        if theta is None or given.get("rope_type", "default") is None:
-            return {"position": "none"}
-        return {"position": "rope", **self.rope.fields_from_config(raw)}
+        return theta is not None and given.get("rope_type", "default") is not None
 
-    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions; ConfigMismatchError for other kinds of positions."""
-        if model.position not in ("rope", "none"):
-            raise ConfigMismatchError(f"position must be rope or none, not {model.position}")
-        if model.position == "none":
-            return {"rope_parameters": {"rope_type": None, "rope_theta": None}}
-        return self.rope.config_from_fields(model)
+    def selection_keys(self, *, has_positions: bool) -> dict[str, Any]:
+        """Return the rotary parameters of a model without positions, which are null."""
+        return {} if has_positions else {"rope_parameters": {"rope_type": None, "rope_theta": None}}
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ OLMO_HYBRID = OlmoHybridFamily(
         *exclude_entries_of_fields(llama_config_entries(norm_eps=1e-6), "norm"),
         FixedFieldsEntry({"norm": "rmsnorm"}),
         KeyValueHeadsEntry(explicit_dim=False),
-        OptionalRopeConfigEntry(RopeEntry()),
+        NullableRopeEntry(RopeEntry()),
         OlmoHybridLayersEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         *NO_WINDOW,

@@ -142,14 +142,6 @@ def split_hub_dataset_name(name: str) -> HubDatasetName:
     return HubDatasetName(repository, config, split)
 
 
-def no_column_error(name: str, key: str, columns: str) -> DataError:
-    """Return the error for a table `name` without the column of the text; `columns` are those that it has."""
-    return DataError(
-        f"{name}: no column {key!r}; the columns are {columns}",
-        hint="--json-key KEY selects the key that has the text; for chats, add --kind conversations",
-    )
-
-
 def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
     """Return the error for inputs without a document that has text; `found` says what was found instead, with counts."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""

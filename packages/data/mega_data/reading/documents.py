@@ -19,12 +19,14 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from mega_common.bounded_parsing import describe_json_type, explain_read_error
+from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 from mega_data.reading.decompression import DecompressionMemoryError
 from mega_data.token_files.partial_folder import convert_write_errors_to_data_error
 
 LONG = 1 << 22  # bytes of a text or line; longer ones are not kept in memory
 BLOCK = 1 << 20  # bytes of a block in memory
+_TEXT_KEY_HINT = "--json-key KEY selects the key that has the text; for chats, add --kind conversations"
 
 # JSON text that ends outside a string: complete strings, and anything else.
 OUTSIDE = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
@@ -273,6 +275,14 @@ def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
     return RejectedItem(reason, "", file, line)
 
 
+def no_column_error(name: str, key: str, columns: str) -> DataError:
+    """Return the error for a table `name` without the column of the text; `columns` are those that it has."""
+    return DataError(
+        f"{name}: no column {key!r}; the columns are {columns}",
+        hint=_TEXT_KEY_HINT,
+    )
+
+
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, DiskBackedText]
 ) -> Document | RejectedItem:
@@ -291,7 +301,7 @@ def document_from_record(
             "",
             file,
             line,
-            hint="--json-key KEY selects the key that has the text; for chats, add --kind conversations",
+            hint=_TEXT_KEY_HINT,
         )
     return attach_record(document_from_text(value, key, file, line), record if whole else None)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mega_common.bounded_parsing import explain_read_error, reject_duplicate_keys
 from mega_common.errors import DataError
-from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value, no_column_error
+from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional_package, open_decompressed
 from mega_data.reading.documents import (
     BLOCK,
@@ -37,6 +37,7 @@ from mega_data.reading.documents import (
     explain_too_large,
     extract_long_strings,
     iterate_blocks,
+    no_column_error,
     reject_damaged_rest,
 )
 

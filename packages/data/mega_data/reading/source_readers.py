@@ -29,7 +29,6 @@ from mega_data.reading.corpus_sources import (
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
-    no_column_error,
     split_hub_dataset_name,
 )
 from mega_data.reading.decompression import (
@@ -53,6 +52,7 @@ from mega_data.reading.documents import (
     explain_too_large,
     format_key_names,
     iterate_blocks,
+    no_column_error,
     reject_damaged_rest,
 )
 from mega_data.reading.record_readers import read_json_documents, read_json_lines_documents, read_parquet_documents

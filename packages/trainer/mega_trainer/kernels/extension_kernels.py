@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,18 +31,21 @@ class ExtensionKernels:
             raise AttributeError(name)
         return getattr(self._base, name)
 
-    def _call(self, operation: KernelOperation, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-        """Return the result of the kernel for an operation; None if there is none, or it does not support the call."""
+    def _compute(
+        self, operation: KernelOperation, *arguments: Any, default: Callable[..., Tensor] | None = None, **options: Any
+    ) -> Tensor:
+        """Return the result of the kernel for an operation, if there is one and it supports the call.
+        Otherwise it is that of `default`, which is the other back end's method with the same arguments unless given.
+        """
         kernel = self._kernels.get(operation)
-        if kernel is None or not kernel.supports(*arguments, **options):
-            return None
-        found: Tensor = kernel.compute(*arguments, **options)
-        return found
+        function: Callable[..., Tensor] = default or getattr(self._base, operation)
+        if kernel is not None and kernel.supports(*arguments, **options):
+            function = kernel.compute
+        return function(*arguments, **options)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """Return the RMSNorm of x."""
-        found = self._call("rms_norm", (x, weight, eps), {"zero_centered": zero_centered})
-        return self._base.rms_norm(x, weight, eps, zero_centered=zero_centered) if found is None else found
+        return self._compute("rms_norm", x, weight, eps, zero_centered=zero_centered)
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
@@ -57,31 +60,25 @@ class ExtensionKernels:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
         """Return the LayerNorm of x."""
-        found = self._call("layer_norm", (x, weight, bias, eps), {"zero_centered": zero_centered})
-        return self._base.layer_norm(x, weight, bias, eps, zero_centered=zero_centered) if found is None else found
+        return self._compute("layer_norm", x, weight, bias, eps, zero_centered=zero_centered)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
         """Compute scaled dot-product attention; score transforms and mask tensors are left to the other back end."""
-        found = None
-        if not isinstance(mask, Tensor) and not how.has_unfused_terms:
-            packed = mask if isinstance(mask, PackedDocumentMask) else None
-            band = mask.band if isinstance(mask, PackedDocumentMask) else mask
-            bounds = {
-                "left": band.left,
-                "right": band.right,
-                "cu_seqlens": None if packed is None else packed.cu_seqlens,
-            }
-            found = self._call("attention", (q, k, v), {"scale": how.scale, **bounds})
-        return self._base.attention(q, k, v, mask, how) if found is None else found
+        if isinstance(mask, Tensor) or how.has_unfused_terms:
+            return self._base.attention(q, k, v, mask, how)
+        band, cu_seqlens = (mask.band, mask.cu_seqlens) if isinstance(mask, PackedDocumentMask) else (mask, None)
+        return self._compute(
+            "attention", q, k, v, scale=how.scale, left=band.left, right=band.right, cu_seqlens=cu_seqlens,
+            default=lambda *_, **__: self._base.attention(q, k, v, mask, how),
+        )  # fmt: skip
 
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
         """Return act(gate) * up."""
-        found = self._call("gated_activation", (gate_up, activation), {"limit": limit, "weights": weights})
-        return self._base.gated_activation(gate_up, activation, limit, weights) if found is None else found
+        return self._compute("gated_activation", gate_up, activation, limit=limit, weights=weights)
 
     def short_convolution(
         self,
@@ -94,6 +91,4 @@ class ExtensionKernels:
         silu: bool = True,
     ) -> Tensor:
         """Compute the short causal convolution."""
-        arguments = (x, before, weight, bias, preceding_tokens)
-        found = self._call("short_convolution", arguments, {"silu": silu})
-        return self._base.short_convolution(*arguments, silu=silu) if found is None else found
+        return self._compute("short_convolution", x, before, weight, bias, preceding_tokens, silu=silu)
