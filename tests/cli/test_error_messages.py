@@ -159,7 +159,12 @@ CASES: list[tuple[str, str, str, str]] = [
     ("sweep run.yaml --random 4 optimizer.lr=1e-4-1e-2", "'optimizer.lr=1e-4-1e-2'", "LOW..HIGH", "1e-4..1e-2"),
     ("train --from-megatron-args other.sh", "line 1: train.py", "--num-layers", "--from-hf-args"),
     ("train --from-hf-args hf/config.json", "hf/config.json", "a model's config.json", "model.from"),
-    (f"{TRAIN} 'extensions=[./broken.py]'", "broken.py", "SyntaxError: invalid syntax (broken.py, line 1)\n", "correct"),
+    (
+        f"{TRAIN} 'extensions=[./broken.py]'",
+        "broken.py",
+        "SyntaxError: invalid syntax (broken.py, line 1)\n",
+        "correct",
+    ),
 ]
 
 

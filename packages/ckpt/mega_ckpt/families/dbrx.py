@@ -130,7 +130,7 @@ class DbrxHeadsEntry:
 
 @dataclass(frozen=True)
 class DbrxNormalizeEntry:
-    """`MoeFieldEntry` of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
+    """Translation to and from config.json of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
 
     key: str = "ffn_config.moe_normalize_expert_weights"
     handled_model_fields: frozenset[str] = frozenset({"normalize"})
