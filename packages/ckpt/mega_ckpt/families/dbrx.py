@@ -36,7 +36,7 @@ _MLP = f"{LAYER}.mlp"
 
 @dataclass(frozen=True)
 class ExpertRowsLayout:
-    """Disk layout of DBRX, where the rows of all experts' matrices are one matrix; with `transposed`, of matrices (in, out)."""
+    """Disk layout of DBRX's experts, whose matrices are stacked row by row in one matrix; with `transposed`, each as (in, out)."""
 
     transposed: bool = False
     splits_on_first_axis: bool = False
