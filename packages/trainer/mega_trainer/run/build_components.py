@@ -101,17 +101,21 @@ def connect_parallel_groups(
 
 
 def build_expert_dispatcher(
-    config: RunConfig, groups: ParallelGroups, leaves: FusibleFunctionCompiler
+    config: RunConfig,
+    groups: ParallelGroups,
+    leaves: FusibleFunctionCompiler,
+    interleaver: PassInterleaver | None = None,
 ) -> ExpertDispatcher | None:
     """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
     Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
+    An `interleaver` runs another pass before a wait of DeepEP's exchange.
     """
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
     bound = parallel.dispatch_bound
     if parallel.dispatch == "deepep":
-        return DeepEpDispatcher(moe.num_experts, groups.ep, bound)
+        return DeepEpDispatcher(moe.num_experts, groups.ep, bound, interleaver=interleaver)
     assert bound is not None
     if parallel.dispatch == "te":
         return TransformerEngineDispatcher(moe.num_experts, groups.ep, bound)
@@ -184,12 +188,13 @@ def make_layer_builder(
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
+    interleaver = PassInterleaver() if config.parallel.overlap_expert_exchange else None
     return LayerBuilder(
         config.model, groups, cast("Kernels", ExtensionKernels(kernels, added)) if added else kernels, leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
         overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
-        dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
-        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=get_compute_dtype(config), device=device,
+        dispatcher=build_expert_dispatcher(config, groups, leaves, interleaver), dispatch_bound=config.parallel.dispatch_bound,
+        interleaver=interleaver, dtype=get_compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=list_quantized_tensor_names(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
