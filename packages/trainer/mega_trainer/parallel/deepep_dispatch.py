@@ -139,6 +139,7 @@ class DeepEpDispatchState:
     def start_combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Start to send back rows y [T, D], and their weights [T, K] if given; return the tensor of the sums [N, D]."""
         buffer: ElasticBuffer = self.buffer
+        out: Tensor
         out, sums, event = buffer.combine(y, self.handle, topk_weights=weights, async_with_compute_stream=True)
         self.pending = ((out,) if weights is None else (out, sums), event)
         return out
