@@ -51,7 +51,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(num_hashes|lsh_|axial_pos|block_size|num_random_blocks)", "hashed or block-sparse attention"),
     (r"key:(xielu)|default:xielu", "the activation xIELU"),
     (r"function:sparsemixer", "SparseMixer routing"),
-    (r"key:(zero_expert_num|num_zero_experts)", "experts that compute nothing"),
     (r"key:(num_attention_heads_per_layer|num_kv_heads_per_layer|attention_value_scale)", "heads that differ by layer or by value size"),
     (r"key:(clip_qkv)", "clipped queries, keys and values"),
     (r"module:.*(ByteLatent|Patcher|GlobalTransformer)", "byte patches"),
@@ -83,6 +82,8 @@ SETTINGS = """
 - Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
 - OLMo Hybrid: transformers 5.23 saves the convolution of queries, keys and values in three parts of equal size; `mega` reads these and those of the
   hub, which have the sizes of queries, keys and values, and writes the latter for models trained here. `rope_type: null` means no positions, as on the hub.
+- LongCat-Flash: transformers 5.23 has unused matrices for the experts that return their input, and loads no folder without them, such as those of
+  the hub. `mega` reads folders with and without them, carries them, and writes none for models trained here. MTP layers of a folder are carried, not trained.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 
