@@ -472,8 +472,8 @@ class ModelConfig(StrictConfig):
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual between pipeline stages: the model's, or that of all streams of hyper-connections, or with
-        the output of experts that the next layer adds.
+        """Width of the residual between pipeline stages.
+        It is the model's, or that of all streams of hyper-connections, or with the output of experts that the next layer adds.
         """
         return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1 + self.has_shortcuts)
 

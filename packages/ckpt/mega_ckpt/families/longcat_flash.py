@@ -42,8 +42,8 @@ class LayerPairsEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_layers`; raises ConfigMismatchError for a number of layers that is not twice
-        that of pairs.
+        """Return the `ModelConfig` field `num_layers`, twice the number of pairs.
+        Raises ConfigMismatchError if the number of layers is given, too, and is another one.
         """
         pairs = raw.get("num_layers", 28)
         if not 0 < pairs <= MOST_LAYERS // 2:

@@ -376,8 +376,9 @@ class Decoder(nn.Module):
         return self.fit_stream(x, heads=self.stage.heads)
 
     def fit_stream(self, x: Tensor, *, heads: bool = False) -> Tensor:
-        """Return hidden states for the next stage, or for the head. In a model whose experts' output is added after the next
-        layer, those for a stage have the stream's width, with zeros where there is no such output, and others the model's.
+        """Return hidden states in the width that the next stage or the head expects.
+        In a model whose experts' output is added after the next layer, those for a stage have the stream's width, with zeros
+        where there is no such output, and those for the head the model's.
         """
         width = self.config.hidden_size if heads else self.config.stream_width
         return F.pad(x, (0, width - x.shape[-1])) if self.config.has_shortcuts and x.shape[-1] != width else x

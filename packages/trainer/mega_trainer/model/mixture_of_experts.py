@@ -70,8 +70,8 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape or with a shortcut of
-        width 2 D. S/T is the length under sequence parallelism.
+        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
+        Its width is 2 D with a shortcut. S/T is the length under sequence parallelism.
         """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice

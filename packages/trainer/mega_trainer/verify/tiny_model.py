@@ -259,7 +259,8 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
         if indexer := model.mla.indexer:
             sizes = {"num_heads": shrink_count(indexer.num_heads), "head_dim": 6, "top_k": 3}
             found["mla"]["indexer"] = {**indexer.model_dump(), **sizes}
-        found["mla"] |= {"norm_eps": model.mla.norm_eps, "latent_norm": model.mla.latent_norm}
+        kept = ("norm_eps", "latent_norm", "scaled_latents")
+        found["mla"] |= {name: getattr(model.mla, name) for name in kept}
     else:
         size, rotated = _choose_head_size(model, heads)
         if model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size:
