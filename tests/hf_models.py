@@ -39,6 +39,10 @@ _DEEPSEEK = {
     **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8,
     "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
+_LONGCAT = {
+    **{key: value for key, value in _DEEPSEEK.items() if not key.startswith(("intermediate", "moe_", "num_hidden", "num_experts"))},
+    "num_layers": 2, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 12, "moe_topk": 3, "zero_expert_num": 5, "head_dim": 4,
+}  # fmt: skip
 _LATENT_SIZES = {
     **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 8,
@@ -303,6 +307,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "glm_moe_dsa": (
         "glm_moe_dsa", {**_DEEPSEEK, "first_k_dense_replace": 0, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 16},
+    ),
+    "biogpt": ("biogpt", {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}),
+    "biogpt-untied-plain": (
+        "biogpt", {**{key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}, "scale_embedding": False,
+                   "tie_word_embeddings": False, "hidden_act": "relu"},
+    ),
+    "longcat_flash": ("longcat_flash", _LONGCAT),
+    "longcat_flash-bias-tied-yarn": (
+        "longcat_flash", {**_LONGCAT, "attention_bias": True, "tie_word_embeddings": True, "zero_expert_num": 6, "moe_topk": 5,
+                          "n_routed_experts": 4, "rope_parameters": YARN, "routed_scaling_factor": 1.5, "num_layers": 1},
     ),
     "gpt_neox": ("gpt_neox", _NEOX),
     "gpt_neox-no-bias": (

@@ -488,6 +488,12 @@ VARIANTS |= {
         **GEMMA, "zero_centered_norm": False, "full_attention_layers": [1], "qk_norm": True, "value_norm": True, "layer_scale": True,
         "attention_scale": 1.0, "moe": {**MOE, "shared_ffn_hidden_size": 48, "separate_norms": True}, "ffn_hidden_size": 48,
     },
+    "longcat": {
+        **LATENT, "num_layers": 4, "mla": {**LATENT["mla"], "scaled_latents": True}, "moe": {
+            **MOE, "top_k": 3, "zero_experts": 3, "shortcut": True, "shared_ffn_hidden_size": 40, "layers": [0, 2], "normalize": False,
+            "selection_bias": True, "scaling": 1.7,
+        },
+    },
     "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
     "persimmon": {
         "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,

@@ -162,6 +162,31 @@ def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
     assert content(back) == content(whole)
 
 
+def test_the_text_part_of_kimi_k2_5(tmp_path: Path) -> None:
+    """DeepSeek-V3's layers under the names of the hub; its vision encoder and projector are carried."""
+    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
+    settings = {**MODELS["deepseek_v3"][1], "model_type": "deepseek_v3"}
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    config = AutoConfig.for_model(
+        "kimi_k25", text_config=settings, vision_config=vision, projection_hidden_size=8, tie_word_embeddings=False
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(whole)
+    # transformers 5.23 writes "blocks" for the layers of the text model, too, unlike the hub
+    tensors = {
+        name.replace("language_model.model.blocks", "language_model.model.layers"): one
+        for name, one in on_disk(whole).items()
+    }
+    save_file(tensors, whole / "model.safetensors")
+    inner, weights = HfSource(whole), model.state_dict()
+    for name in ("lm_head.weight", "model.layers.1.self_attn.kv_b_proj.weight"):
+        assert torch.equal(inner.read_tensor(name), weights[name.replace("model.", "model.language_model.")])
+    assert all("vision_tower." in name or "mm_projector." in name for name in inner.buffer_names())
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
+    assert content(back) == content(whole)
+
+
 @pytest.mark.parametrize("case", ["gemma4", "gemma4-unified"])
 def test_the_text_part_of_gemma_4(tmp_path: Path, case: str) -> None:
     whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))

@@ -138,6 +138,15 @@ def test_what_follows_from_what_is_given() -> None:
             {"shared_kv_layers": 1, "attention_sinks": True},
             "plain causal attention in all layers, without attention_sinks",
         ),
+        ({"moe": {**MOE, "shortcut": True}}, "moe.shortcut = True: requires shared_ffn_hidden_size"),
+        (
+            {"moe": {**MOE, "shared_ffn_hidden_size": 8, "shortcut": True}},
+            "requires a layer without experts after each",
+        ),
+        (
+            {"moe": {**MOE, "zero_experts": 2, "capacity_factor": 1.0}},
+            "moe.zero_experts = 2: is not supported with groups",
+        ),
         ({"moe": {**MOE, "separate_norms": True}}, "moe.separate_norms = True: requires shared_ffn_hidden_size"),
         (
             {"moe": {**MOE, "shared_ffn_hidden_size": 8, "separate_norms": True}},

@@ -196,6 +196,13 @@ SHARED_KEYS: dict[str, Any] = {
     "local_rope": {"theta": 20.0}, "value_norm": True, "norm_position": "both", "shared_kv_layers": 2,
     "shared_kv_ffn_hidden_size": 64, "per_layer_input_size": 6,
 }  # fmt: skip
+# Experts whose output is added after the next layer, some of which return their input; of pairs of layers.
+SHORTCUT: dict[str, Any] = {
+    "mtp_layers": 0, "layers": ["attention+moe", "attention+mlp"], "mla": {**MODELS["mla"]["mla"], "scaled_latents": True}, "moe": {
+        "num_experts": 8, "zero_experts": 5, "top_k": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 48, "shortcut": True,
+        "normalize": False, "scaling": 2.0, "selection_bias": True, "bias_rate": 0.01, "aux_loss": 0.1, "z_loss": 0.01,
+    },
+}  # fmt: skip
 # Its experts are in the depth of multi-token prediction, too, which so has to be there.
 VARIANTS["deepseek"] = [variant for variant in VARIANTS["mla"] if variant.get("mtp_layers") != 0]
 VARIANTS["hybrid"] = [

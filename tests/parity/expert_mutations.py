@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, case
+from parity.cases import SHORTCUT, VARIANTS, case
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,6 +55,7 @@ CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
+PAIRS = case("mla", 2, parallel={"tp": 2}, micro=2, variant=SHORTCUT)
 VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (6, 7))
 STREAMS = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7])
 WIDE = case("dense", 2, parallel={"zero": 0}, micro=2, variant=VARIANTS["dense"][7])
@@ -446,6 +447,28 @@ def _separate_norms_without_sync() -> AbstractContextManager[Any]:
     return swap(parameter_builder, "make_parameter", make)
 
 
+def _shortcut_detached() -> AbstractContextManager[Any]:
+    """The layer after experts sends no gradient to them."""
+    real = transformer_layer.ShortcutLayer.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        return real(self, torch.cat([x[..., : self.width], x[..., self.width :].detach()], -1), context)
+
+    return swap(transformer_layer.ShortcutLayer, "forward", forward)
+
+
+def _zero_experts_changed(change: Callable[[Tensor], Tensor]) -> Patch:
+    """What experts return that return their input is changed."""
+    real = mixture_of_experts.split_zero_experts
+
+    def split(*given: Any) -> tuple[Tensor, Tensor]:
+        chosen, unchanged = real(*given)
+        assert unchanged is not None
+        return chosen, change(unchanged)
+
+    return lambda: swap(mixture_of_experts, "split_zero_experts", split)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -512,6 +535,9 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("inputs of layers: of the layer before in the last stage", INPUTS, _inputs_of_the_layer_before),
     ("inputs of layers: no gradient between stages", INPUTS, _inputs_without_gradient_between_stages),
     ("experts: gradient of their own norm from a rank's tokens alone", SEPARATE, _separate_norms_without_sync),
+    ("experts added after the next layer: no gradient to them", PAIRS, _shortcut_detached),
+    ("zero experts: without a gradient", PAIRS, _zero_experts_changed(Tensor.detach)),
+    ("zero experts: as often as there are tensor ranks", PAIRS, _zero_experts_changed(lambda x: 2 * x)),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("norms before output projections: mean over a rank's part alone", NORMED, _split_norm_of_a_part),
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from deepep_twin import deepep_twin
-from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SHORTCUT, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import (
@@ -124,6 +124,21 @@ def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(ev
     cases += [
         case("vision", ranks, parallel=one, micro=2, variant=images, steps=1)
         for ranks, one in ((2, {"zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2}), (4, {"cp": 2, "tp": 2}))
+    ]
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
+def test_experts_added_after_the_next_layer_and_experts_that_return_their_input(every: int) -> None:
+    shapes: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+        (2, 4, {"pp": 2, "pipeline_layout": [1, 3], "ep": 1}, {}), (4, 2, {"tp": 2, "sp": True, "ep": 2}, {"recompute": {"kind": "full"}}),
+        (4, 4, {"pp": 2, "cp": 2, "zero": 1}, {}), (2, 2, {"tp": 2}, {"recompute": {"kind": "selective", "modules": ["norm", "moe"]}}),
+        (4, 6, {"pp": 2, "virtual_stages": 2, "tp": 2, "pipeline_layout": [1, 2, 3, 0]}, {}), (2, 2, {"zero": 3, "ep": 2}, {}),
+        (4, 2, {"tp": 2, "ep": 2, "expert_tp": 2}, {}), (2, 4, {"pp": 2, "schedule": "zb-h1"}, {}), (4, 2, {"cp": 2, "ep": 4}, {}),
+    ]  # fmt: skip
+    cases = [
+        case("mla", ranks, layers=layers, parallel=one, micro=2, variant=SHORTCUT, **more)
+        for ranks, layers, one, more in shapes
     ]
     assert not problems(cases[::every], 4)
 

@@ -486,8 +486,8 @@ def _experts(config: ModelConfig) -> TensorShapes:
     separate |= {"mlp.gate.scale": (width,), "mlp.gate.per_expert_scale": (experts,)}
     return {
         **(separate if moe.separate_norms else {}),
-        **_linear("mlp.gate", experts, width, moe.router_bias),
-        **({"mlp.gate.e_score_correction_bias": (experts,)} if moe.selection_bias else {}),
+        **_linear("mlp.gate", moe.num_router_outputs, width, moe.router_bias),
+        **({"mlp.gate.e_score_correction_bias": (moe.num_router_outputs,)} if moe.selection_bias else {}),
         **({"mlp.fc1_latent_proj.weight": (latent, width)} if latent else {}),
         **{name: (experts, *shape) for name, shape in stacked.items()},
         **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),

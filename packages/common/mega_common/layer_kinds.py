@@ -245,6 +245,9 @@ class MlaConfig(StrictConfig):
     v_head_dim: PositiveInt
     norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
     latent_norm: bool = Field(True, description="RMSNorm of each latent; false as Megatron without --qk-layernorm")
+    scaled_latents: bool = Field(
+        False, description="normalised latents times sqrt(hidden_size / width), as in LongCat-Flash"
+    )
     indexer: IndexerConfig | None = Field(None, description="sparse attention (DSA); default: over all tokens")
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -256,6 +259,8 @@ class MlaConfig(StrictConfig):
         if self.indexer.head_dim < self.qk_rope_head_dim:
             rule = f"must be at least qk_rope_head_dim = {self.qk_rope_head_dim}"
             yield ConfigProblem("indexer.head_dim", rule, self.indexer.head_dim)
+        if self.scaled_latents:
+            yield ConfigProblem("scaled_latents", "is not supported with indexer", True, "scaled_latents: false")
 
 
 class GatedDeltaConfig(StrictConfig):

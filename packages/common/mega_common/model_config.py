@@ -170,16 +170,32 @@ class MoeConfig(StrictConfig):
         "times a learned vector / sqrt(hidden_size), and a learned factor of each expert multiplies its weight, as in Gemma 4",
     )
 
+    zero_experts: NonNegativeInt = Field(
+        0,
+        description="experts without weights that return their input, which the router chooses like others, as in LongCat-Flash",
+    )
+    shortcut: bool = Field(
+        False,
+        description="the routed experts' output is added after the next layer, and only the shared expert's at once "
+        "(arXiv:2404.05019), as in LongCat-Flash",
+    )
+
+    @property
+    def num_router_outputs(self) -> int:
+        """Number of experts that the router scores: those with weights, then those that return their input."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def mean_active_experts(self) -> float:
+        """Number of experts with weights that a token is sent to, on average under an even load."""
+        return self.top_k * self.num_experts / self.num_router_outputs
+
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the numbers of experts, chosen experts and expert groups."""
         if self.num_experts % self.groups:
             yield ConfigProblem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
-        elif self.top_k > self.num_experts // self.groups * self.top_groups:
-            yield ConfigProblem(
-                "top_k",
-                f"must be at most the {self.num_experts // self.groups * self.top_groups} experts a token may use",
-                self.top_k,
-            )
+        elif self.top_k > (most := self.num_router_outputs // self.groups * self.top_groups):
+            yield ConfigProblem("top_k", f"must be at most the {most} experts a token may use", self.top_k)
         if self.top_groups > self.groups:
             yield ConfigProblem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
         if self.layers == []:
@@ -204,6 +220,13 @@ class MoeConfig(StrictConfig):
         ):
             rule = "requires shared_ffn_hidden_size, and no shared_gate, shared_scaling, latent_size and output_norm"
             yield ConfigProblem("separate_norms", rule, True, "separate_norms: false")
+        plain = self.groups == 1 and self.capacity_factor is None and not self.sinkhorn and not self.separate_norms
+        if self.zero_experts and not (plain and self.score != "sparsemixer"):
+            rule = "is not supported with groups, capacity_factor, sinkhorn, separate_norms and score: sparsemixer"
+            yield ConfigProblem("zero_experts", rule, self.zero_experts, "zero_experts: 0")
+        if self.shortcut and (not self.shared_ffn_hidden_size or self.separate_norms or self.output_norm):
+            rule = "requires shared_ffn_hidden_size, and no separate_norms and output_norm"
+            yield ConfigProblem("shortcut", rule, True, "set shared_ffn_hidden_size, the width of the layer's MLP")
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
     @property
@@ -449,8 +472,15 @@ class ModelConfig(StrictConfig):
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual between layers: the model's, or that of all streams of hyper-connections."""
-        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1)
+        """Width of the residual between pipeline stages.
+        It is the model's, or that of all streams of hyper-connections, or with the output of experts that the next layer adds.
+        """
+        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1 + self.has_shortcuts)
+
+    @property
+    def has_shortcuts(self) -> bool:
+        """True if the outputs of experts are added after the next layer."""
+        return self.moe is not None and self.moe.shortcut
 
     @property
     def key_value_heads(self) -> int:
@@ -693,6 +723,10 @@ class ModelConfig(StrictConfig):
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
         """Return the feed-forward block of the layer with this index (mlp or moe); None if it has none."""
         return self.get_layer_kind(layer).feed_forward
+
+    def has_shortcut(self, layer: int) -> bool:
+        """Return whether the output of the experts of the layer with this index is added after the next layer."""
+        return self.has_shortcuts and layer >= 0 and self.is_moe_layer(layer)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the feed-forward block of the layer with this index is a mixture of experts."""

@@ -108,6 +108,28 @@ def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProble
         yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
 
 
+def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of experts whose output is added after the next layer."""
+    names = (
+        "hyper_connections",
+        "parallel_residual",
+        "layer_scale",
+        "per_layer_input_size",
+        "residual_dropout",
+        "norm_positions",
+    )
+    for name in (*names, "encoder", "retro", "vision"):
+        if getattr(model, name):
+            yield ConfigProblem(name, "is not supported with moe.shortcut", hint=f"leave out {name}")
+    if model.norm_position != "pre":
+        yield ConfigProblem("norm_position", "must be pre with moe.shortcut", model.norm_position, "norm_position: pre")
+    experts = [layer for layer in range(model.num_layers + model.mtp_layers) if model.has_shortcut(layer)]
+    alone = all(layer + 1 < model.num_layers and layer + 1 not in experts for layer in experts)
+    if not alone or any(None in model.get_layer_kind(layer) for each in experts for layer in (each, each + 1)):
+        rule = "requires a layer without experts after each with experts, and a mixer and a feed-forward block in both"
+        yield ConfigProblem("moe.shortcut", rule, True, f"moe.layers: {list(range(0, model.num_layers - 1, 2))}"[:60])
+
+
 def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
     names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
@@ -203,6 +225,7 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
     yield from _find_hyper_connection_problems(model) if model.hyper_connections else ()
+    yield from _find_shortcut_problems(model) if model.has_shortcuts else ()
     alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
     if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
         rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"

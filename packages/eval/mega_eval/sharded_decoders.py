@@ -73,7 +73,7 @@ class PipelineDecoder(Decoder):
             for layer in own:
                 x = self.add_deepstack(next(layers)(x, context), context, layer)
             if behind != pp.rank:
-                dist.send(x.contiguous(), pp.ranks[behind], group=pp.process_group)
+                dist.send(self.fit_stream(x).contiguous(), pp.ranks[behind], group=pp.process_group)
         return x
 
     def compute_logits(self, x: Tensor) -> Tensor:

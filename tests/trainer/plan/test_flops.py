@@ -348,6 +348,22 @@ def test_inputs_of_layers_shared_keys_and_separate_experts_are_counted_as_they_m
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
 
 
+def test_experts_added_after_the_next_layer_are_counted_as_they_multiply() -> None:
+    """Each token goes to all experts, those that return their input included, so that the load is even."""
+    config, tokens = variant("longcat"), 16
+    assert config.moe is not None
+    moe = config.moe.model_copy(update={"top_k": config.moe.num_router_outputs})
+    config = config.model_copy(update={"moe": moe})
+    built = Decoder(LayerBuilder(config))
+    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters()) + 2 * 9
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
+        built(torch.randn(1, tokens, 24), context)
+    exact = compute_forward_flops_per_token(config, tokens, causal=False)
+    # attention with values of another size has no fused kernel on a CPU: its scores are GEMMs
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"])
+
+
 @pytest.mark.parametrize("indexer", [{"top_k": 4}, {"top_k": 20, "kl_loss": 1.0}, {"top_k": 20}, {"dense": True}])
 def test_sparse_attention_is_counted_as_it_multiplies(indexer: dict[str, Any]) -> None:
     """But attention's scores, which torch does not count; with a loss the indexer scores short sequences, too."""

@@ -46,6 +46,10 @@ LINEAR = {
 }
 INPUTS = {"per_layer_input_size": 64, "shared_kv_layers": 1, "layer_scale": True}
 BESIDE = {"norm_position": "both", "moe": {**EXPERTS, "shared_ffn_hidden_size": 256, "separate_norms": True}}
+SHORTCUT = {
+    "layers": ["attention+moe", "attention+mlp"] * 2,
+    "moe": {**EXPERTS, "shared_ffn_hidden_size": 256, "shortcut": True, "zero_experts": 4},
+}
 PAIR = {
     "num_layers": 4, "encoder": {"num_layers": 2}, "position": "relative", "activation": "relu", "tie_embeddings": True,
 }  # fmt: skip
@@ -98,6 +102,8 @@ ONE = {
     ),
     "inputs of layers": layout(1, {}, model=INPUTS),
     "inputs of layers, full": layout(1, {}, model=INPUTS, recompute=FULL),
+    "experts added later": layout(1, {}, model=SHORTCUT),
+    "experts added later, full": layout(1, {}, model=SHORTCUT, recompute=FULL),
     "experts with norms": layout(1, {}, model=BESIDE),
     "encoder-decoder": layout(1, {}, model=PAIR),
     "retrieval": layout(1, {}, model=RETRO),
@@ -141,6 +147,7 @@ SEVERAL = {
     "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
     "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
     "experts beside another pass": layout(2, {"ep": 2, "overlap_expert_exchange": True}, model={"moe": EXPERTS}),
+    "experts added later, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=SHORTCUT),
     "inputs of layers, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=INPUTS),
     "inputs of layers, tp": layout(2, {"tp": 2, "sp": True}, model=INPUTS),
     "encoder-decoder, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=PAIR),

@@ -94,6 +94,7 @@ from mega_ckpt.families.llama_decoders import (
     SEED_OSS,
     SMOLLM3,
 )
+from mega_ckpt.families.longcat_flash import LONGCAT_FLASH
 from mega_ckpt.families.mamba1_decoders import FALCON_MAMBA, JAMBA, MAMBA1
 from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
 from mega_ckpt.families.model_equivalence import is_equivalent_config
@@ -109,7 +110,7 @@ from mega_ckpt.families.moe_decoders import (
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.olmo_hybrid import OLMO_HYBRID
-from mega_ckpt.families.opt import OPT
+from mega_ckpt.families.opt import BIOGPT, OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mega_ckpt.families.sigmoid_moe_decoders import (
@@ -153,7 +154,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
     COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
-    OLMO_HYBRID,
+    OLMO_HYBRID, LONGCAT_FLASH, BIOGPT,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

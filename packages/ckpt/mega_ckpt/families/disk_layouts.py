@@ -162,7 +162,8 @@ QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
 @dataclass(frozen=True)
 class TensorRule:
     """Rule for the disk name and disk layout of some canonical tensors of a model.
-    `{i}` in the names runs over layer numbers, `{e}` in `disk` over the first axis of a stack, usually of experts.
+    `{i}` in the names runs over layer numbers, and in `disk` `{i//2}` over pairs of layers, in which `{i%2}` is the first or
+    second, `{e}` in `disk` over the first axis of a stack, usually of experts.
 
     A rule applies only to models that have all of its canonical tensors (some models lack biases).
 
@@ -266,7 +267,7 @@ def expand_tensor_rules(
     found: dict[str, list[DiskTensor]] = {name: [] for name in tensors}
     covered: set[str] = set()
     for rule in rules:
-        for index in range(layers) if "{i}" in rule.disk else (0,):
+        for index in range(layers) if "{i" in rule.disk else (0,):
             parts = [part.replace("{i}", str(index)) for part in rule.parts]
             if rule.applies_to_layer(index, tensors):
                 covered.update(parts)
@@ -280,7 +281,7 @@ def expand_tensor_rules(
 def _expand_rule(
     rule: TensorRule, index: int, parts: Sequence[str], tensors: Mapping[str, TensorShape], heads: Mapping[str, int]
 ) -> list[DiskTensor]:
-    name = rule.disk.replace("{i}", str(index))
+    name = rule.disk.replace("{i}", str(index)).replace("{i//2}", str(index // 2)).replace("{i%2}", str(index % 2))
     if rule.per_head:
         count = heads[rule.per_head]
         slabs = [_head_slice(part, tensors[part], head, count) for head in range(count) for part in parts]

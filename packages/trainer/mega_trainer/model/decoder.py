@@ -373,7 +373,15 @@ class Decoder(nn.Module):
         """
         for index, layer in enumerate(self.layers):
             x = self.add_deepstack(self.saved.run_layer(index, layer, x, context), context, self.stage.first + index)
-        return x
+        return self.fit_stream(x, heads=self.stage.heads)
+
+    def fit_stream(self, x: Tensor, *, heads: bool = False) -> Tensor:
+        """Return hidden states in the width that the next stage or the head expects.
+        In a model whose experts' output is added after the next layer, those for a stage have the stream's width, with zeros
+        where there is no such output, and those for the head the model's.
+        """
+        width = self.config.hidden_size if heads else self.config.stream_width
+        return F.pad(x, (0, width - x.shape[-1])) if self.config.has_shortcuts and x.shape[-1] != width else x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the tokens' cross entropies, and each token's unweighted cross entropy [B, S].

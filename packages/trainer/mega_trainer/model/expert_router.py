@@ -95,14 +95,18 @@ class ExpertRouter(nn.Module):
         moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp.gate", build.groups
         assert moe is not None
         self.moe, self.layer = moe, layer
-        shape, std = (moe.num_experts, build.config.hidden_size), build.config.init_std
+        shape, std = (moe.num_router_outputs, build.config.hidden_size), build.config.init_std
         self.weight = build.build_replicated(f"{name}.weight", shape, std=std, partial_grad=True)
         self.bias = (
-            build.build_replicated(f"{name}.bias", (moe.num_experts,), partial_grad=True) if moe.router_bias else None
+            build.build_replicated(f"{name}.bias", (moe.num_router_outputs,), partial_grad=True)
+            if moe.router_bias
+            else None
         )
         wide = torch.promote_types(build.dtype, torch.float32)
         self.selection = (
-            NonTrainableBuffer(f"{name}.e_score_correction_bias", (moe.num_experts,), dtype=wide, device=build.device)
+            NonTrainableBuffer(
+                f"{name}.e_score_correction_bias", (moe.num_router_outputs,), dtype=wide, device=build.device
+            )
             if moe.selection_bias
             else None
         )
@@ -160,7 +164,7 @@ class ExpertRouter(nn.Module):
         routing: MicroBatchRouting,
     ) -> Tensor:
         """Return the weights with the auxiliary losses in their backward, and record the loads in `routing`."""
-        table, valid = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
+        table, valid = count_expert_choices(expert_ids, tokens, self.moe.num_router_outputs), tokens.affects_loss_mask
         scores = logits.softmax(-1) if self.moe.score == "sparsemixer" else scores
         p = (scores / scores.sum(-1, keepdim=True)).masked_fill(~valid.unsqueeze(-1), 0.0)
         squares = torch.logsumexp(logits, -1).square().masked_fill(~valid, 0.0)
@@ -185,7 +189,7 @@ class ExpertRouter(nn.Module):
             whole, weight = all_reduce_over_groups(table.sum(0, keepdim=True), (self.data_group,)), routing.batch_weight
             table = whole.expand_as(table)
         shares = table[:, :-1] / table[:, -1:].clamp(min=1).square()  # n_e / T^2
-        aux = (p * shares[tokens.row]).sum() * (weight * moe.aux_loss * moe.num_experts / moe.top_k)
+        aux = (p * shares[tokens.row]).sum() * (weight * moe.aux_loss * moe.num_router_outputs / moe.top_k)
         return aux, z
 
 

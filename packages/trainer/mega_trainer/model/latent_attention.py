@@ -8,7 +8,7 @@ Keys and values come from one narrow latent per token, and a rotated part of the
 
 With `attention_gate` the output of a head is multiplied by sigmoid(x g_h), one number (`g_proj`).
 
-Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity; without rotary positions, as
+With `mla.scaled_latents`, both norms are followed by sqrt(D / width). Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity; without rotary positions, as
 in Kimi Linear, so is `rotate`.
 
 The projections from latents to heads are split over the tensor ranks by heads; those into latents are narrow, and whole
@@ -197,10 +197,11 @@ class LatentProjection(nn.Module):
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if bias else None
         self.adapter = build_replicated_adapter(build, projection)
-        self.norm = None
+        self.norm, self.factor = None, 1.0
         if norm and (mla := config.mla) and mla.latent_norm:
             weight = build.build_replicated(f"{norm}.weight", (width,), fill=1.0)
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
+            self.factor = math.sqrt(config.hidden_size / width) if mla.scaled_latents else 1.0
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
         """Map hidden states to the latent, normalised in its first `width` columns: [B, S or S/T, width + extra].
@@ -211,6 +212,7 @@ class LatentProjection(nn.Module):
         if self.norm is None:
             return y
         normed: Tensor = self.norm(y[..., : self.width])
+        normed = normed if self.factor == 1 else normed * self.factor
         return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
 
 

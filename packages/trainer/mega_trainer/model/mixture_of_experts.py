@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from mega_common.model_config import MoeConfig
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.model.feed_forward import FeedForward, make_activation
@@ -32,6 +33,9 @@ class MixtureOfExperts(nn.Module):
     """Mixture-of-experts layer: weighted sum of the outputs of each token's experts.
     The shared expert of all tokens is added, if the model has one.
 
+    With `zero_experts`, a token's weights of experts without weights multiply the token itself. With `shortcut`, the output of
+    the routed experts follows that of the shared expert, and is not added to it.
+
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
 
@@ -39,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp", build.groups
         assert moe is not None
-        self.tp, self.sp = groups.tp, build.sp
+        self.tp, self.sp, self.moe = groups.tp, build.sp, moe
         self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
         self.router = ExpertRouter(build, layer)
         self.experts = GroupedExperts(build, f"{name}.experts")
@@ -67,12 +71,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
-        S/T is the length under sequence parallelism.
+        Its width is 2 D with a shortcut. S/T is the length under sequence parallelism.
         """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
         own = flat if self.sp else take_token_share(flat, self.tp)
         chosen, weights, own = self.router(own, self._describe_tokens(x, context), context.routing, context.routes)
+        chosen, unchanged = split_zero_experts(own, chosen, weights, self.moe)
         own = own if self.into_latent is None else self.linear(own, self.into_latent)
         dispatch = self.dispatch.dispatch_tokens(own, chosen, weights)
         # overlaps with the exchange
@@ -81,8 +86,10 @@ class MixtureOfExperts(nn.Module):
         if context.routing is not None:
             context.routing.record_dropped_choices(self.router.layer, dropped)
         y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
+        y = y if unchanged is None else y + unchanged
         y = (y if self.sp else gather_token_shares(y, self.tp, flat.shape[0])).view_as(x)
-        y = y if shared is None else y + shared
+        if shared is not None:
+            y = torch.cat([shared, y], -1) if self.moe.shortcut else y + shared
         return y if self.norm is None else self.norm(y)
 
     def _run_shared_expert(self, x: Tensor, expert: FeedForward, context: ForwardContext) -> Tensor:
@@ -106,6 +113,16 @@ class MixtureOfExperts(nn.Module):
         fields = [row, positions.repeat(rows), mask.flatten()]
         row, position, mask = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
         return RoutedTokens(row, position, mask, rows, length * self.sharers)
+
+
+def split_zero_experts(x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:
+    """Return the choices int64 [N, K] of experts with weights, -1 for others, and the weighted output of the others [N, D].
+    The others return their input x [N, D]. Without zero experts the output is None.
+    """
+    if not moe.zero_experts:
+        return chosen, None
+    zero = chosen >= moe.num_experts
+    return chosen.masked_fill(zero, -1), x * (weights * zero).sum(-1, keepdim=True).to(x.dtype)
 
 
 class GroupedExperts(nn.Module):

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
@@ -211,6 +212,30 @@ class HyperConnectedLayer(TransformerLayer):
         return streams.flatten(-2)
 
 
+class ShortcutLayer(TransformerLayer):
+    """Layer whose experts' output is added after the next layer (arXiv:2404.05019), or that next layer.
+    Between the two the stream is [hidden states | output of the experts], of width 2 D.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        self.width, self.defers = build.config.hidden_size, build.config.has_shortcut(layer)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream after this layer, [B, S or S/T, D], of width 2 D before the layer that adds the rest.
+        S/T is the length under sequence parallelism over T ranks.
+        """
+        x, deferred = x[..., : self.width].contiguous(), x[..., self.width :]
+        if not self.defers:
+            return super().forward(x, context) + deferred
+        assert self.mixer is not None
+        assert self.feed is not None
+        x, normed = self.mixer.add_and_norm(x)
+        x, normed = self.feed.add_and_norm(x, self.mixer(normed, context))
+        y: Tensor = self.feed(normed, context)
+        return F.pad(x, (0, self.width)) + y
+
+
 class PostNormLayer(TransformerLayer):
     """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed_forward x), as in BERT (arXiv:1706.03762)."""
 
@@ -259,6 +284,8 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
     several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
+    if build.config.has_shortcut(layer) or build.config.has_shortcut(layer - 1):
+        several = ShortcutLayer
     usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else several
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):

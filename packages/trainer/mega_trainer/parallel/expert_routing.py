@@ -146,7 +146,7 @@ def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, devi
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
-    none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
+    none = torch.zeros(SUMS + config.moe.num_router_outputs, dtype=torch.float64, device=device)
     return torch.stack([loads.get(layer, none) for layer in list_expert_layers(config)])
 
 

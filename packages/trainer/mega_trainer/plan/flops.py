@@ -70,7 +70,7 @@ class ParameterCounts:
         final_norm: norms before the head, of embeddings, of an encoder's head, and after an encoder.
         layers: each layer, then each multi-token-prediction (MTP) layer with its projection and norms.
         vision: vision encoder and projector.
-        top_k, num_experts: experts per token and experts of a layer; 0 and 1 without experts.
+        top_k, num_experts: experts per token (on average with zero experts) and experts of a layer; 0 and 1 without experts.
     """
 
     embedding: int
@@ -78,7 +78,7 @@ class ParameterCounts:
     final_norm: int
     layers: tuple[LayerParameterCounts, ...]
     vision: int = 0
-    top_k: int = 0
+    top_k: float = 0
     num_experts: int = 1
 
     @property
@@ -97,7 +97,7 @@ class ParameterCounts:
         """Number of parameters used for one token.
         It excludes the routed experts that the token is not sent to, and the vision encoder.
         """
-        return self.total - self.vision - self.routed_experts * (self.num_experts - self.top_k) // self.num_experts
+        return self.total - self.vision - int(self.routed_experts * (self.num_experts - self.top_k) / self.num_experts)
 
 
 def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None = None) -> ParameterCounts:
@@ -121,7 +121,7 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
         ),
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
-        top_k=model.moe.top_k if model.moe else 0,
+        top_k=model.moe.mean_active_experts if model.moe else 0,
         num_experts=model.moe.num_experts if model.moe else 1,
     )
 
@@ -346,7 +346,7 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
     routers, gates = 0.0, 0.0
     for layer, (_, feed) in enumerate(model.layer_kinds):
         moe = model.moe if feed == "moe" else None
-        routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
+        routers += 2.0 * model.hidden_size * (moe.num_router_outputs + moe.shared_gate) if moe else 0.0
         gates += 2.0 * model.hidden_size * active_ffn_width(model.get_layer_config(layer), feed)
     counts_gates = model.activation == "swiglu" and model.activation_limit is None
     without_window = model.model_copy(update={"sliding_window": None})

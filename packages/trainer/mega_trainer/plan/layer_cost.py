@@ -289,7 +289,7 @@ class LayerCostModel:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""
         model, run, halves = self.model, self.run, sum(map(bool, kind))
         width = active_ffn_width(model, kind.feed_forward)
-        residual = halves * 4 * model.stream_width / (run.tp if run.sp else 1)
+        residual = halves * 4 * model.stream_width / (1 + model.has_shortcuts) / (run.tp if run.sp else 1)
         residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
         there, back = (sum(moved) for moved in zip((0, 0), *map(self._mixer_elements, kind.mixers), strict=True))
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
@@ -326,18 +326,19 @@ class LayerCostModel:
         if moe is None or not model.is_moe_layer(index):
             return
         width, mine = expert_input_width(model), self.micro_batch_tokens / run.tp
-        rows = mine * moe.top_k * run.expert_tp
+        rows = mine * moe.mean_active_experts * run.expert_tp
         experts = moe.num_experts / run.ep
         each = rows / experts
         part = moe.ffn_hidden_size / run.expert_tp
-        yield {"products": self._gemm(mine, moe.num_experts, model.hidden_size, precision="bf16")}
+        yield {"products": self._gemm(mine, moe.num_router_outputs, model.hidden_size, precision="bf16")}
         if moe.latent_size:  # down before the dispatch and up after the combine
             yield {"products": self._gemm(mine, width, model.hidden_size)}
             yield {"products": self._gemm(mine, model.hidden_size, width)}
         yield {"products": self._gemm(each, (1 + model.has_gated_mlp) * part, width, experts)}
         yield {"products": self._gemm(each, width, part, experts)}
         ordered = (
-            2 * (2 if run.ep > 1 else 1) * rows * width * self.bytes_per_activation + 4 * 8 * mine * moe.num_experts
+            2 * (2 if run.ep > 1 else 1) * rows * width * self.bytes_per_activation
+            + 4 * 8 * mine * moe.num_router_outputs
         )
         if model.mlp_bias:  # which grouped GEMMs do not add
             ordered += BIAS_PASSES * rows * ((1 + model.has_gated_mlp) * part + width) * self.bytes_per_activation

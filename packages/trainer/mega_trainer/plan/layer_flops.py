@@ -217,8 +217,8 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     moe = model.moe if feed == "moe" else None
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)
-    routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_input_width(model)
-    latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
+    routed = int(matrices * moe.mean_active_experts * moe.ffn_hidden_size * expert_input_width(model))
+    latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_router_outputs + moe.shared_gate)
     return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
 
 

@@ -283,7 +283,9 @@ class PartMemoryCounter:
             def compute_objective(x: Tensor) -> Tensor:
                 return model.compute_objective(x, batch, context, borrowed)[0]
 
-            return self._count_part(model, compute_objective, self.residual_shape, own)
+            rows, length, width = self.residual_shape
+            width = self.model.hidden_size if self.model.has_shortcuts else width
+            return self._count_part(model, compute_objective, (rows, length, width), own)
 
     def count_rotary_embedding_bytes(self) -> int:
         """Return the bytes of the rotary embeddings, which all layers of a micro-batch share."""

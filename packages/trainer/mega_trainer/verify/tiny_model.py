@@ -71,6 +71,7 @@ class TinyModelRun:
     def model_fields(self, layers: int) -> dict[str, Any]:
         """Return the fields of the tiny `ModelConfig` with at least this number of layers."""
         layers += self.config.model.shared_kv_layers and 3  # the last stage has up to four that share keys and values
+        layers += self.config.model.has_shortcuts and layers % 2  # pairs, of which the second adds experts' output
         fields = shrink_model(self.config.model, max(layers, self.num_distinct_layers))
         for section, blocks in self._extension_options.items():
             fields[section] = {name: _shrink_options(options) for name, options in blocks.items()}
@@ -258,7 +259,8 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
         if indexer := model.mla.indexer:
             sizes = {"num_heads": shrink_count(indexer.num_heads), "head_dim": 6, "top_k": 3}
             found["mla"]["indexer"] = {**indexer.model_dump(), **sizes}
-        found["mla"] |= {"norm_eps": model.mla.norm_eps, "latent_norm": model.mla.latent_norm}
+        kept = ("norm_eps", "latent_norm", "scaled_latents")
+        found["mla"] |= {name: getattr(model.mla, name) for name in kept}
     else:
         size, rotated = _choose_head_size(model, heads)
         if model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size:
@@ -312,6 +314,7 @@ def _shrink_experts(moe: MoeConfig) -> dict[str, Any]:
         "num_experts": experts, "top_k": min(moe.top_k, MOST_CHOICES, experts // groups * top_groups), "groups": groups,
         "top_groups": top_groups, "ffn_hidden_size": EXPERT_WIDTH,
         "shared_ffn_hidden_size": SHARED_EXPERT_WIDTH if moe.shared_ffn_hidden_size else 0,
+        "zero_experts": min(moe.zero_experts, experts // 2),
         "latent_size": None if moe.latent_size is None else LATENT_WIDTH,
     }  # fmt: skip
 
