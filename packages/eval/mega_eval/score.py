@@ -245,7 +245,8 @@ def _compute_hidden_states(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Ten
         mask = TreeAttentionMask(
             torch.stack([row.make_ancestor_mask(length) for row in rows])[:, None].to(device), positions
         )
-    x: Tensor = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, attention_mask=mask))
+    context = model.make_forward_context(positions, tokens=tokens, attention_mask=mask)
+    x: Tensor = model(model.embed_inputs(tokens, positions), context)
     return x
 
 
