@@ -7,7 +7,7 @@ space, G their groups, N state size, k kernel size of a convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from mega_ckpt.tensor_pieces import TensorShape
@@ -139,8 +139,8 @@ def _patch_merger(config: ModelConfig, vision: VisionConfig, prefix: str, norm_s
 
 
 def count_model_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model that `config` describes; tied embeddings count once."""
-    return sum(map(math.prod, canonical_tensors(config).values()))
+    """Return the number of parameters of the model that `config` describes; tied embeddings count once, and tables of experts not."""
+    return sum(math.prod(shape) for name, shape in canonical_tensors(config).items() if not name.endswith(EXPERT_TABLE))
 
 
 def abbreviate_name_list(names: Iterable[str]) -> str:
@@ -208,7 +208,7 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
         return {}
     if kind in config.mixers:
         return dict(config.mixers[kind].declaration.tensors)
-    mixers = {
+    mixers: dict[str, Callable[[ModelConfig], TensorShapes]] = {
         "mamba": _mamba,
         "mamba1": _mamba1,
         "delta": _delta,

@@ -757,7 +757,7 @@ class ModelConfig(StrictConfig):
     def indexer(self) -> IndexerConfig | None:
         """Indexer of sparse latent attention or of compressed sparse attention; None without one."""
         section = self.mla or self.compressed
-        return section and section.indexer
+        return None if section is None else section.indexer
 
     @property
     def trains_indexer(self) -> bool:

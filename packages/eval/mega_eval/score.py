@@ -188,6 +188,7 @@ def pack_pair_batches(
     # the RoPE angles of LongRoPE and dynamic NTK depend on the row's length, and a recurrent state belongs to one sequence
     unpacked = (
         model.config.is_recurrent
+        or model.config.compressed is not None  # whose windows are of one sequence
         or model.config.transformers is not None
         or encoder is not None
         or any(

@@ -23,6 +23,7 @@ from mega_ckpt.families.bert_encoders import (
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.dbrx import DBRX
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
+from mega_ckpt.families.deepseek_v4 import DEEPSEEK_V4
 from mega_ckpt.families.falcon_h1 import FALCON_H1
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.further_decoders import (
@@ -58,7 +59,6 @@ from mega_ckpt.families.granite import (
     HYPERCLOVAX,
 )
 from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
-from mega_ckpt.families.deepseek_v4 import DEEPSEEK_V4
 from mega_ckpt.families.indexed_decoders import DEEPSEEK_V32, GLM_MOE_DSA
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,

@@ -23,7 +23,7 @@ from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import MoeSectionEntry, SharedExpertsEntry, build_per_expert_tensor_rules
 from mega_ckpt.families.rope_entries import RopeEntry
-from mega_common.layer_kinds import CompressedAttentionConfig, HyperConnectionConfig, IndexerConfig
+from mega_common.layer_kinds import IndexerConfig
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
@@ -159,11 +159,8 @@ class HashTableEntry:
 class CompressedRopeEntry:
     """Translation to and from config.json of two sets of rotary parameters: of layers with compressed entries, and of those without."""
 
-    rope: RopeEntry = RopeEntry(
-        theta=160_000.0, fraction=64 / 512, partial=True, interleaved=True, theta_key="compress_rope_theta",
-        scalings=frozenset({"none", "linear", "yarn", "llama3"}),
-    )  # fmt: skip
-    local: RopeEntry = RopeEntry(fraction=64 / 512, partial=True, interleaved=True, scalings=frozenset({"none"}))
+    rope: RopeEntry
+    local: RopeEntry
     handled_model_fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
@@ -235,7 +232,13 @@ DEEPSEEK_V4 = ModelFamily(
         KeyEntry("hidden_act", "activation", "silu", {"silu": "clamped_swiglu"}),
         KeyEntry("swiglu_limit", "activation_limit", 10.0, forbids_null=True),
         KeyEntry("rms_norm_eps", "norm_eps", 1e-6),
-        CompressedRopeEntry(),
+        CompressedRopeEntry(
+            RopeEntry(
+                theta=160_000.0, fraction=64 / 512, partial=True, interleaved=True, theta_key="compress_rope_theta",
+                scalings=frozenset({"none", "linear", "yarn", "llama3"}),
+            ),
+            RopeEntry(fraction=64 / 512, partial=True, interleaved=True, scalings=frozenset({"none"})),
+        ),
         CompressedAttentionEntry(),
         SectionKeysEntry(),
         MoeSectionEntry(

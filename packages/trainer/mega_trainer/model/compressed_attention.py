@@ -193,6 +193,10 @@ class EntryIndexer(nn.Module):
         """Number of index heads of this tensor rank."""
         return self.config.num_heads // self.tp.size
 
+    def is_selective(self, length: int) -> bool:
+        """Return whether queries attend to fewer entries than those of sequences of `length` tokens."""
+        return not self.config.dense and length // self.compressor.rate > self.config.top_k
+
     def project_tokens(self, x: Tensor) -> Tensor:
         """Return the projections and the head weights of tokens x [B, s or s/T, D]: [B, s or s/T, c + heads], in at least fp32."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -212,8 +216,6 @@ class EntryIndexer(nn.Module):
         """Return which entries each query attends to, bool [B or 1, s, W], of those `seen`.
         q is [B, s, h, d], weights [B, s, h] and `projected` [B, S, c].
         """
-        if self.config.dense or seen.shape[-1] <= self.config.top_k:
-            return seen
         entries, _ = self.compressor(projected, places)
         scores = score_index_keys(q, weights, entries, self.config.head_dim, self.tp)
         return select_best_keys(scores, seen, self.config.top_k)
@@ -277,7 +279,7 @@ class CompressedAttention(nn.Module):
         q = rotate_last_elements(self.kernels, self.query_norm(torch.unflatten(q, -1, (-1, self.size))), rotation)
         key = rotate_last_elements(self.kernels, key.unsqueeze(2), rotation)
         index: tuple[Tensor, ...] = ()
-        if self.indexer is not None:
+        if self.indexer is not None and (context.cache or self.indexer.is_selective(q.shape[1] * self.cp.size)):
             with torch.no_grad():
                 narrow = gather_from_sequence_parallel_region(self.indexer.project_tokens(x), self.tp, sp=self.sp)
                 tokens, weights = torch.split(
@@ -330,7 +332,7 @@ class CompressedAttention(nn.Module):
         seen = places.see_keys(self.window)
         if self.compressor is not None:
             entries, ended = self.compressor(projected, places)
-            if self.indexer is not None:
+            if self.indexer is not None and self.indexer.is_selective(key.shape[1]):
                 with torch.no_grad():
                     ended = self.indexer.select(*index, ended, places)
             rows = max(len(seen), len(ended))

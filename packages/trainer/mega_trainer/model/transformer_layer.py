@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import COMPRESSED_MIXERS, FeedForwardKind, MixerKind
 from mega_trainer.model.asymmetric_attention import AsymmetricAttention
-from mega_trainer.model.compressed_attention import CompressedAttention
 from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
+from mega_trainer.model.compressed_attention import CompressedAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
