@@ -58,12 +58,6 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     yield from _find_function_problems(model)
     yield from _find_bidirectional_problems(model)
     yield from _find_vision_problems(model)
-    if model.activation_limit and model.activation not in ("swiglu", "clamped_swiglu"):
-        rule = "requires activation: swiglu or clamped_swiglu"
-        yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
-    if model.activation == "clamped_swiglu" and not model.activation_limit:
-        yield ConfigProblem("activation_limit", "is required with activation: clamped_swiglu", hint="set it")
-    yield from _find_hash_routing_problems(model) if model.moe and model.moe.hash_layers else ()
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
     yield from _find_mlp_problems(model)
@@ -76,6 +70,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_compressed_problems(model) if model.compressed else ()
+    yield from _find_hash_routing_problems(model) if model.moe and model.moe.hash_layers else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
     yield from find_retro_config_problems(model)
@@ -331,7 +326,12 @@ def _find_hash_routing_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of the MLP's output bias and factors, which experts do not have."""
+    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors, which experts do not have."""
+    if model.activation_limit and model.activation not in ("swiglu", "clamped_swiglu"):
+        rule = "requires activation: swiglu or clamped_swiglu"
+        yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
+    if model.activation == "clamped_swiglu" and not model.activation_limit:
+        yield ConfigProblem("activation_limit", "is required with activation: clamped_swiglu", hint="set it")
     if model.mlp_out_bias and (model.moe or model.mlp_bias):
         rule = "is not supported with moe, and is part of mlp_bias"
         yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")

@@ -115,7 +115,7 @@ class CompressionWindows:
         offsets = torch.arange(self.size, device=x.device) - before
         at = (self.begin.unsqueeze(-1) + offsets).clamp(0, x.shape[1] - 1).flatten(1)
         rows = x.gather(1, at.unsqueeze(-1).expand(len(x), -1, x.shape[-1]))
-        return rows.unflatten(1, (-1, self.size))
+        return torch.unflatten(rows, 1, (-1, self.size))
 
 
 class TokenCompressor(nn.Module):
@@ -212,10 +212,11 @@ class EntryIndexer(nn.Module):
         """Return the weights of this rank's index heads [B, s, h] of those of all [B, s, heads]."""
         return weights[..., self.tp.rank * self.own_heads : (self.tp.rank + 1) * self.own_heads]
 
-    def select(self, q: Tensor, weights: Tensor, projected: Tensor, seen: Tensor, places: TokenPlaces) -> Tensor:
-        """Return which entries each query attends to, bool [B or 1, s, W], of those `seen`.
-        q is [B, s, h, d], weights [B, s, h] and `projected` [B, S, c].
+    def select(self, index: Sequence[Tensor], seen: Tensor, places: TokenPlaces) -> Tensor:
+        """Return which entries each query attends to, bool [B, s, W], of those `seen`.
+        `index` are index queries [B, s, h, d], their weights [B, s, h] and the projections of tokens [B, S, c].
         """
+        q, weights, projected = index
         entries, _ = self.compressor(projected, places)
         scores = score_index_keys(q, weights, entries, self.config.head_dim, self.tp)
         return select_best_keys(scores, seen, self.config.top_k)
@@ -334,7 +335,7 @@ class CompressedAttention(nn.Module):
             entries, ended = self.compressor(projected, places)
             if self.indexer is not None and self.indexer.is_selective(key.shape[1]):
                 with torch.no_grad():
-                    ended = self.indexer.select(*index, ended, places)
+                    ended = self.indexer.select(index, ended, places)
             rows = max(len(seen), len(ended))
             seen = torch.cat([seen.expand(rows, -1, -1), ended.expand(rows, -1, -1)], -1)
             key = torch.cat([key, entries], 1)
