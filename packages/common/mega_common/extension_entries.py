@@ -147,7 +147,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Shape of a learning-rate decay.
+    """Learning-rate decay that an extension provides, as a function of the progress of the run.
 
     Attributes:
         share: function `(done, *, options) -> share` from the part of the decay that has passed, 0 to 1, to the part of
@@ -175,7 +175,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class DataKind:
-    """Kind of data set.
+    """Kind of data set that an extension provides.
 
     Attributes:
         build: function `(part: DatasetPart, context: DatasetContext, num_samples: int, *, options) -> DatasetSamples`.
@@ -188,7 +188,7 @@ class DataKind:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Change of the scores of the next token in generation.
+    """Sampler that an extension provides: it changes the scores of the next token in generation.
 
     Attributes:
         adjust: function `(scores, prompt, generated, *, options) -> scores` of fp64 scores [V] of one row, after penalties and

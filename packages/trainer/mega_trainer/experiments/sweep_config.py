@@ -34,7 +34,7 @@ SweptValues = list[Any] | NumberRange
 
 
 class SweepConfig(StrictConfig):
-    """Settings of a sweep."""
+    """Settings of a hyperparameter sweep, from sweep.yaml and the command line."""
 
     settings: dict[str, list[Any] | str] = Field(
         min_length=1,
@@ -73,7 +73,7 @@ class SweepConfig(StrictConfig):
 
     @property
     def values(self) -> dict[str, SweptValues]:
-        """Values or range of each setting."""
+        """Values, or range of values, that the sweep tries for each setting."""
         return {key: parse_swept_values(given) for key, given in self.settings.items()}
 
     @property

@@ -31,7 +31,7 @@ def sinkhorn_knopp(matrix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperConnection(nn.Module):
-    """Learned weights around one block of a layer, by which streams become its input and take up its output."""
+    """Learned weights of one block that mix the residual streams into its input, and its output back into the streams."""
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class HyperConnection(nn.Module):
 
 
 class CollapsedNorm(nn.Module):
-    """Final norm of the weighted sum of all streams."""
+    """Final norm of the weighted sum of all residual streams (hyper-connections)."""
 
     def __init__(self, build: LayerBuilder, norm: nn.Module) -> None:
         super().__init__()
