@@ -88,6 +88,22 @@ def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
     assert content(tmp_path / "back") == content(folder)
 
 
+def test_published_names_of_deepseek_v4_are_read(tmp_path: Path) -> None:
+    """No prefix, names of keys' norms and of the head's streams that transformers does not write, and an MTP layer."""
+    folder = save_model(tmp_path / "hf", "deepseek_v4")
+    usual = weights(open_weight_source(folder))
+    names = {"model.": "", "embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+    tensors = load_file(folder / "model.safetensors")
+    for part, published in names.items():
+        tensors = {name.replace(part, published): tensor for name, tensor in tensors.items()}
+    assert {"embed.weight", "hc_head_fn", "head.weight", "layers.0.attn.kv_norm.weight"} <= tensors.keys()
+    save_file(tensors | {"mtp.0.enorm.weight": torch.ones(3)}, folder / "model.safetensors")
+    assert equal_tensors(weights(open_weight_source(folder)), usual)
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(folder)
+
+
 def test_keys_that_nothing_reads_come_back_and_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_model(tmp_path / "hf", "llama")
     raw = json.loads((folder / "config.json").read_text()) | {"unsloth_fixed": True, "use_mrope": False}
