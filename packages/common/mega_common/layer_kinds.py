@@ -20,6 +20,7 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
 MixerKind = str  # one of MIXERS, or the name of an extension's mixer
 FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
+COMPRESSED_QUERIES = 512  # queries of compressed attention that attend at a time
 COMPRESSED_MIXERS: tuple[MixerKind, ...] = ("swa", "csa", "hca")  # of DeepSeek-V4
 MIXERS: tuple[MixerKind, ...] = (
     "attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid", *COMPRESSED_MIXERS,

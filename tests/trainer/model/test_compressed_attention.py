@@ -13,7 +13,7 @@ from mega_ckpt.canonical_tensors import count_model_parameters
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import DocumentBounds
-from mega_trainer.model.compressed_attention import TokenPlaces
+from mega_trainer.model.compressed_attention import CompressedAttention, TokenPlaces
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.expert_router import ExpertRouter, sqrt_softplus
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -39,29 +39,37 @@ def random_decoder(config: ModelConfig = CONFIG) -> Decoder:
     return model
 
 
-def test_packed_documents_are_computed_as_alone() -> None:
-    """Of lengths that no rate divides, and shorter than any window; the two rows have different ones."""
-    model, tokens = random_decoder(), torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("chunk", [5, 512])
+def test_packed_documents_are_computed_as_alone(chunk: int) -> None:
+    """Of lengths that no rate divides, and shorter than any window; the two rows have different ones. Alone by all queries at once."""
+    model, other, tokens = (
+        random_decoder(),
+        random_decoder(),
+        torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1)),
+    )
     rows = [[7, 1, 9], [2, 15]]
     documents = np.stack([np.repeat(np.arange(len(lengths)), lengths) for lengths in rows]).astype(np.int32)
     positions = np.stack([np.concatenate([np.arange(length) for length in lengths]) for lengths in rows])
     at, bounds = torch.from_numpy(positions), DocumentBounds.from_positions(positions, documents)
+    for module in model.modules():
+        if isinstance(module, CompressedAttention):
+            module.chunk = chunk
     packed = model(
         model.embed_inputs(tokens, at), model.make_forward_context(at, tokens=tokens, sequence_bounds=bounds)
     )
     for row, lengths in enumerate(rows):
         for part, length in zip(torch.split(tokens[row], lengths), np.cumsum(lengths), strict=True):
             own = torch.arange(len(part))[None]
-            alone = model(model.embed_inputs(part[None], own), model.make_forward_context(own, tokens=part[None]))
+            alone = other(other.embed_inputs(part[None], own), other.make_forward_context(own, tokens=part[None]))
             torch.testing.assert_close(packed[row, length - len(part) : length], alone[0], rtol=0, atol=1e-12)
 
 
 def test_windows_of_documents_begin_with_them_and_are_seen_when_they_have_ended() -> None:
     starts = torch.tensor([[0, 0, 0, 0, 0, 5, 5, 5, 8, 8]])
-    places = TokenPlaces(torch.arange(10), starts, torch.arange(10)[None])
+    places = TokenPlaces([range(10)], starts, torch.arange(10)[None])
     windows = places.windows_of(2)
     assert windows.begin[windows.whole].tolist() == [0, 2, 5, 8]
-    seen = places.see_entries(windows)[0][:, :4]
+    seen = places.see_entries(range(10), windows, 4)[0]
     assert [row.nonzero().flatten().tolist() for row in seen] == [[], [0], [0], [0, 1], [0, 1], [], [2], [2], [], [3]]
 
 
@@ -87,7 +95,7 @@ def test_parameters_and_flops_are_counted(top_k: int) -> None:
         4 * 4 * 8 * sum(min(4, t) + min(t // rate, most) for t in range(1, tokens + 1)) / tokens
         for rate, most in ((2, top_k), (3, 99), (99, 0), (2, top_k))
     ]
-    index = 2 * 2 * 4 * 8 * 7 if top_k == 2 else 0
+    index = 2 * 2 * 4 * 8 * 7 if top_k == 2 else 0  # 4 of 8 entries, the mean over queries
     assert sparse == pytest.approx(sum(by_hand) + index)
 
 

@@ -17,7 +17,7 @@ narrower entries of its own selects the `top_k` entries of a query, by the score
 
 Heads, groups and index heads are split over the tensor ranks; keys, entries and their projections are whole on each. Under
 context parallelism of any kind the projections of all ranks are gathered, which are narrow, and a rank attends with its queries.
-Pairs that are masked are computed, not skipped. A KV cache holds the projections of all tokens, and entries are computed again at each
+`COMPRESSED_QUERIES` queries at a time attend to the tokens of their windows and the entries that have ended; other pairs are masked. A KV cache holds the projections of all tokens, and entries are computed again at each
 step, so it is larger than the entries.
 
 Legend: B batch, S sequence, s tokens of a context rank, W windows, m tokens of a window, H this rank's heads, G its groups,
@@ -27,13 +27,14 @@ h its index heads, d size of a head, c width of a token's projections, e width o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mega_common.layer_kinds import COMPRESSED_QUERIES
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import (
     CAUSAL,
@@ -49,7 +50,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm, PlainNorm
 from mega_trainer.model.rotary_embedding import RotaryEmbedding
 from mega_trainer.model.sparse_attention import score_index_keys, select_best_keys
-from mega_trainer.parallel.context_parallel import gather_context_parallel_tokens, get_context_rank_token_indices
+from mega_trainer.parallel.context_parallel import gather_context_parallel_tokens, residual_stream_token_ranges
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -59,12 +60,12 @@ class TokenPlaces:
     """Tokens of whole sequences, with their documents and positions, and the indices of this rank's queries.
 
     Attributes:
-        queries: int64 [s], index in the sequence of each query.
+        queries: ranges of the indices in the sequence of this rank's queries, in order.
         starts: int64 [B or 1, S], index of the first token of each token's document.
         positions: int64 [B or 1, S], positions of the tokens by which they are rotated.
     """
 
-    queries: Tensor
+    queries: Sequence[range]
     starts: Tensor
     positions: Tensor
 
@@ -72,7 +73,7 @@ class TokenPlaces:
     def of_one_document(cls, queries: int, length: int, device: torch.device) -> TokenPlaces:
         """Return the places of the last `queries` of `length` tokens of one document."""
         at = torch.arange(length, device=device)
-        return cls(at[length - queries :], torch.zeros_like(at)[None], at[None])
+        return cls([range(length - queries, length)], torch.zeros_like(at)[None], at[None])
 
     def windows_of(self, size: int) -> CompressionWindows:
         """Return the windows of `size` tokens of each document; an incomplete one at its end has no entry."""
@@ -84,16 +85,31 @@ class TokenPlaces:
         order = torch.sort((~whole).to(torch.int8), dim=1, stable=True).indices[:, : len(at) // size]
         return CompressionWindows(size, order, whole.gather(1, order))
 
-    def see_keys(self, window: int) -> Tensor:
-        """Return which of all tokens each query attends to in a sliding window, bool [B or 1, s, S]."""
-        at, own = torch.arange(self.starts.shape[1], device=self.starts.device), self.queries[:, None]
-        return (at <= own) & (at > own - window) & (at >= self.starts[:, self.queries, None])
+    def split_queries(self, size: int) -> Iterator[tuple[slice, range]]:
+        """Yield parts of at most `size` contiguous queries: their slice of this rank's queries, and their indices in the sequence."""
+        before = 0
+        for indices in self.queries:
+            for first in range(0, len(indices), size):
+                part = indices[first : first + size]
+                yield slice(before + first, before + first + len(part)), part
+            before += len(indices)
 
-    def see_entries(self, windows: CompressionWindows) -> Tensor:
-        """Return the entries of windows that have ended in its document by each query, bool [B or 1, s, W]."""
-        begin = windows.begin.unsqueeze(1)
-        ended = begin + windows.size <= self.queries[:, None] + 1
-        return ended & (begin >= self.starts[:, self.queries, None]) & windows.whole.unsqueeze(1)
+    def see_keys(self, part: range, keys: range, window: int) -> Tensor:
+        """Return which of some `keys` the queries of a part attend to in a sliding window, bool [B or 1, n, keys]."""
+        at = torch.arange(keys.start, keys.stop, device=self.starts.device)
+        own = torch.arange(part.start, part.stop, device=self.starts.device)[:, None]
+        return (at <= own) & (at > own - window) & (at >= self._starts_of(part))
+
+    def see_entries(self, part: range, windows: CompressionWindows, count: int) -> Tensor:
+        """Return which of the first `count` entries the queries of a part may attend to, bool [B or 1, n, `count`].
+        They are those of windows that have ended in the query's document.
+        """
+        begin, whole = windows.begin[:, None, :count], windows.whole[:, None, :count]
+        own = torch.arange(part.start, part.stop, device=self.starts.device)[:, None]
+        return (begin + windows.size <= own + 1) & (begin >= self._starts_of(part)) & whole
+
+    def _starts_of(self, part: range) -> Tensor:
+        return self.starts[:, part.start : part.stop, None]
 
 
 @dataclass(frozen=True)
@@ -143,14 +159,13 @@ class TokenCompressor(nn.Module):
         """Return the values and gates of tokens x [B, s or s/T, D], side by side: [B, s or s/T, c]."""
         return torch.cat([self.linear(x, self.value), self.linear(x, self.gate)], -1)
 
-    def forward(self, projected: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor]:
-        """Return the entries [B, W, e] of all windows, and which of them each query may attend to, bool [B or 1, s, W].
+    def forward(self, projected: Tensor, places: TokenPlaces) -> tuple[Tensor, CompressionWindows]:
+        """Return the entries [B, W, e] of all windows, in their order, and the windows.
         `projected` are the projections [B, S, c] of all tokens.
         """
         windows = places.windows_of(self.rate)
-        seen = places.see_entries(windows)
         if not windows.begin.shape[1]:
-            return projected.new_zeros(len(projected), 0, self.size), seen
+            return projected.new_zeros(len(projected), 0, self.size), windows
         value, gate = torch.chunk(projected, 2, -1)
         gate, bias = upcast_to_fp32(gate), upcast_to_fp32(self.bias)
         values, gates = (
@@ -168,7 +183,7 @@ class TokenCompressor(nn.Module):
         rows = max(len(windows.begin), len(places.positions))
         positions = places.positions.expand(rows, -1).gather(1, windows.begin.expand(rows, -1))
         angles = self.rotary.compute_rotation(positions, entries.dtype)
-        return rotate_last_elements(self.kernels, entries.unsqueeze(2), angles).squeeze(2), seen
+        return rotate_last_elements(self.kernels, entries.unsqueeze(2), angles).squeeze(2), windows
 
 
 class EntryIndexer(nn.Module):
@@ -212,12 +227,13 @@ class EntryIndexer(nn.Module):
         """Return the weights of this rank's index heads [B, s, h] of those of all [B, s, heads]."""
         return weights[..., self.tp.rank * self.own_heads : (self.tp.rank + 1) * self.own_heads]
 
-    def select(self, index: Sequence[Tensor], seen: Tensor, places: TokenPlaces) -> Tensor:
-        """Return which entries each query attends to, bool [B, s, W], of those `seen`.
-        `index` are index queries [B, s, h, d], their weights [B, s, h] and the projections of tokens [B, S, c].
+    @torch.no_grad()
+    def select(self, q: Tensor, weights: Tensor, entries: Tensor, seen: Tensor) -> Tensor:
+        """Return which of some entries n queries attend to, bool [B or 1, n, entries], of those `seen`.
+        q is [B, n, h, d], weights are [B, n, h] and the index entries [B, entries, d].
         """
-        q, weights, projected = index
-        entries, _ = self.compressor(projected, places)
+        if entries.shape[1] <= self.config.top_k:
+            return seen
         scores = score_index_keys(q, weights, entries, self.config.head_dim, self.tp)
         return select_best_keys(scores, seen, self.config.top_k)
 
@@ -237,6 +253,7 @@ class CompressedAttention(nn.Module):
         self.layer, self.window, self.size = layer, section.window, config.query_key_head_dim
         self.kernels, self.saved, self.linear = build.kernels, build.saved, build.unsharded_linear
         self.tp, self.cp, self.sp, self.groups = tp, build.groups.cp, build.sp, section.output_groups // tp.size
+        self.chunk = COMPRESSED_QUERIES
         self.scale, rank, eps = config.attention_scale or 1 / math.sqrt(self.size), section.q_lora_rank, config.norm_eps
         self.query_latent, self.key = (
             LatentProjection(build, f"{name}.q_a_proj", rank),
@@ -320,9 +337,9 @@ class CompressedAttention(nn.Module):
         assert positions is not None
         zeros = torch.zeros(1, length, dtype=torch.int64)
         starts = zeros if mask.document_starts is None else torch.from_numpy(mask.document_starts).long()
-        queries = get_context_rank_token_indices(length, self.cp)
+        queries = residual_stream_token_ranges(length, self.cp, self.tp, sp=False)
         whole = gather_context_parallel_tokens(positions.unsqueeze(-1), self.cp).squeeze(-1)
-        return TokenPlaces(to_device(queries, device), to_device(starts, device), whole)
+        return TokenPlaces(queries, to_device(starts, device), whole)
 
     def attend_to_tokens(
         self, q: Tensor, key: Tensor, projected: Tensor, places: TokenPlaces, *index: Tensor
@@ -330,17 +347,27 @@ class CompressedAttention(nn.Module):
         """Attend with queries [B, s, H, d] to keys [B, S, d] in the window and to the entries of `projected` [B, S, c].
         `index` are index queries, their weights and the indexer's projections of tokens, of a layer with an indexer.
         """
-        seen = places.see_keys(self.window)
-        if self.compressor is not None:
-            entries, ended = self.compressor(projected, places)
-            if self.indexer is not None and self.indexer.is_selective(key.shape[1]):
-                with torch.no_grad():
-                    ended = self.indexer.select(index, ended, places)
-            rows = max(len(seen), len(ended))
-            seen = torch.cat([seen.expand(rows, -1, -1), ended.expand(rows, -1, -1)], -1)
-            key = torch.cat([key, entries], 1)
-        key = key.unsqueeze(2)
-        return self.kernels.attention(q, key, key, seen.unsqueeze(1), self.score_transform)
+        compressed = None if self.compressor is None else self.compressor(projected, places)
+        index_entries = None
+        if self.indexer is not None and self.indexer.is_selective(key.shape[1]):
+            with torch.no_grad():
+                index_entries, _ = self.indexer.compressor(index[2], places)
+        outputs = []
+        for own, part in places.split_queries(self.chunk):
+            keys = range(max(0, part.start + 1 - self.window), part.stop)
+            seen, visible = places.see_keys(part, keys, self.window), key[:, keys.start : keys.stop]
+            if compressed is not None:
+                entries, windows = compressed
+                count = part.stop // windows.size  # of windows that have ended
+                ended = places.see_entries(part, windows, count)
+                if self.indexer is not None and index_entries is not None:
+                    ended = self.indexer.select(index[0][:, own], index[1][:, own], index_entries[:, :count], ended)
+                rows = max(len(seen), len(ended))
+                seen = torch.cat([seen.expand(rows, -1, -1), ended.expand(rows, -1, -1)], -1)
+                visible = torch.cat([visible, entries[:, :count]], 1)
+            visible = visible.unsqueeze(2)
+            outputs.append(self.kernels.attention(q[:, own], visible, visible, seen.unsqueeze(1), self.score_transform))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _attend_cached(
         self, context: ForwardContext, q: Tensor, key: Tensor, projected: Tensor, *index: Tensor

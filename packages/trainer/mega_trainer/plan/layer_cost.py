@@ -23,7 +23,7 @@ from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroug
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
     compute_mixer_core_flops,
-    count_entries,
+    count_computed_keys,
     expert_input_width,
     layer_input_shapes,
     list_mixer_projection_shapes,
@@ -277,7 +277,7 @@ class LayerCostModel:
         size, seconds = (q + v) / 2, self.rates.attention_seconds
         return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
 
-    def _unfused_attention_work(self, keys: int, widths: int, indexing: float) -> PassWork:
+    def _unfused_attention_work(self, keys: float, widths: int, indexing: float) -> PassWork:
         """Return the work of GEMMs of scores and of values, and of the softmax between them, all through memory.
         `widths` is the sum of a key's and a value's width, `indexing` the seconds of an indexer.
         """
@@ -287,16 +287,14 @@ class LayerCostModel:
         return {"attention": PassSeconds(product + 6 * moved + indexing, 2 * product + 8 * moved + 2 * indexing)}
 
     def _compressed_attention_work(self, mixer: MixerKind) -> PassWork:
-        """Return the work of attention to all tokens and compressed entries, which are masked; an indexer has no backward."""
-        section, length = self.model.compressed, self.run.seq_length
+        """Return the work of attention to tokens and compressed entries, with masks; an indexer has no backward."""
+        section = self.model.compressed
         assert section is not None
-        entries = count_entries(section, mixer, length)
-        selects = mixer == "csa" and section.indexer is not None and entries > section.indexer.top_k
-        indexing = self._index_seconds(entries) if selects else 0.0
-        work = self._unfused_attention_work(length + entries, 2 * self.model.query_key_head_dim, 0.0)["attention"]
-        return {"attention": work.add_seconds(PassSeconds(indexing))}
+        keys, index = count_computed_keys(section, mixer, self.run.seq_length)
+        work = self._unfused_attention_work(keys, 2 * self.model.query_key_head_dim, 0.0)["attention"]
+        return {"attention": work.add_seconds(PassSeconds(self._index_seconds(index) if index else 0.0))}
 
-    def _index_seconds(self, keys: int) -> float:
+    def _index_seconds(self, keys: float) -> float:
         """Return the seconds of the index scores of all tokens and `keys`; 0 without an indexer."""
         indexer = self.model.indexer
         if indexer is None:

@@ -12,6 +12,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.extension_block import ExtensionBlock
 from mega_common.layer_kinds import (
     COMPRESSED_MIXERS,
+    COMPRESSED_QUERIES,
     CompressedAttentionConfig,
     FeedForwardKind,
     IndexerConfig,
@@ -189,28 +190,39 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
     return 2 * chosen * heads + (2 * every * indexer.num_heads * (indexer.head_dim + 1) if scored else 0.0)
 
 
-def count_entries(section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int) -> int:
-    """Return the number of compressed entries of a sequence in a layer with this mixer of DeepSeek-V4."""
-    return seq_length // {"csa": section.csa_rate, "hca": section.hca_rate}.get(mixer, seq_length + 1)
+def count_computed_keys(section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int) -> tuple[float, float]:
+    """Return the mean numbers of keys and of index keys that the masked products of DeepSeek-V4's attention have for a query.
+    They are the tokens that any query of a part may attend to and the entries that have ended by its end; index keys are the entries,
+    if some are not selected.
+    """
+    rate = {"csa": section.csa_rate, "hca": section.hca_rate}.get(mixer, seq_length + 1)
+    most = section.indexer.top_k if section.indexer and mixer == "csa" and not section.indexer.dense else seq_length
+    keys = index = 0
+    for first in range(0, seq_length, COMPRESSED_QUERIES):
+        stop = min(first + COMPRESSED_QUERIES, seq_length)
+        entries = stop // rate
+        keys += (stop - first) * (stop - max(0, first + 1 - section.window) + entries)
+        index += (stop - first) * (entries if entries > most else 0)
+    return keys / seq_length, index / seq_length
 
 
 def _compressed_attention_flops(
     model: ModelConfig, section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int, *, causal: bool
 ) -> float:
     """Return the forward FLOPs per token of DeepSeek-V4's attention and of its indexer's scores.
-    With `causal` they are over the tokens of the window and the selected entries, as a sparse kernel computes them; without, over all
-    tokens and entries, as the masked product does. There are no index scores if all entries are selected.
+    With `causal` they are over the tokens of the window and the selected entries, as a sparse kernel computes them; without, as the
+    masked products do. There are no index scores if all entries are selected.
     """
-    entries, indexer = count_entries(section, mixer, seq_length), section.indexer if mixer == "csa" else None
-    keys, every = float(seq_length + entries), float(entries)
+    keys, index = count_computed_keys(section, mixer, seq_length)
+    indexer = section.indexer if mixer == "csa" else None
     if causal:
-        rate, most = seq_length // entries if entries else 1, indexer.top_k if indexer else entries
-        every = entries / 2
-        chosen = sum(min(token // rate, most) for token in range(1, seq_length + 1)) / seq_length if entries else 0.0
-        keys = mean_visible_keys(section.window, seq_length) + chosen
-    scored = indexer and not indexer.dense and entries > indexer.top_k
-    index = 2 * every * indexer.num_heads * (indexer.head_dim + 1) if indexer and scored else 0.0
-    return 4 * keys * model.num_attention_heads * model.query_key_head_dim + index
+        rate = {"csa": section.csa_rate, "hca": section.hca_rate}.get(mixer, seq_length + 1)
+        most = indexer.top_k if indexer and not indexer.dense else seq_length
+        ended = [token // rate for token in range(1, seq_length + 1)]
+        index = sum(ended) / seq_length if index else 0.0
+        keys = mean_visible_keys(section.window, seq_length) + sum(min(each, most) for each in ended) / seq_length
+    scores = 2 * index * indexer.num_heads * (indexer.head_dim + 1) if indexer else 0.0
+    return 4 * keys * model.num_attention_heads * model.query_key_head_dim + scores
 
 
 def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
