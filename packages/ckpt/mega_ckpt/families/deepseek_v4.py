@@ -270,5 +270,6 @@ DEEPSEEK_V4 = ModelFamily(
     ),
     buffers=r"(.*\.)?rotary_emb\..*|(model\.)?mtp\..*",  # MTP layers, as in transformers
     carried=frozenset({"num_nextn_predict_layers", "router_jitter_noise", "expert_dtype"}),
+    supports_peft=False,
     other_names=((".attn.norm.", ".attn.kv_norm."), ("hc_head.hc_", "hc_head_"), ("embed_tokens.", "embed.")),
 )  # fmt: skip

@@ -84,6 +84,7 @@ class ModelFamily:
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
         aliases: further `model_type`s with the same config.json and tensors.
+        supports_peft: PEFT adapters are read and written; false if tensors are not named after transformers' modules.
         has_task_heads: encoders whose classes for classification mega reads and writes.
     """
 
@@ -102,6 +103,7 @@ class ModelFamily:
     other_names: tuple[tuple[str, str], ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    supports_peft: bool = True
     has_task_heads: bool = False
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
