@@ -465,11 +465,9 @@ def _entries_before_their_end() -> AbstractContextManager[Any]:
     """Queries of context rank 1 see an entry a token before its window has ended."""
     real = compressed_attention.TokenPlaces.see_entries
 
-    def see(self: Any, windows: Any) -> Tensor:
-        early = torch.distributed.get_rank() and len(self.queries) < self.starts.shape[1]
-        return real(
-            replace(self, queries=(self.queries + 1).clamp(max=self.starts.shape[1] - 1)) if early else self, windows
-        )
+    def see(self: Any, part: range, windows: Any, count: int) -> Tensor:
+        early = int(torch.distributed.get_rank() == 1 and len(self.queries) > 1)
+        return real(self, part, replace(windows, size=windows.size - early), count)
 
     return swap(compressed_attention.TokenPlaces, "see_entries", see)
 
