@@ -113,7 +113,7 @@ def run_doctor_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankI
 
 
 def check_rank_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the results of a job of which one rank fails.
+    """Yield the check results of a job in which one rank is made to fail: how soon, and with which error, all ranks end.
     They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
     message = "no error"

@@ -67,7 +67,7 @@ class CollapsedNorm(nn.Module):
         self.scale = build.build_replicated("model.hc_head.hc_scale", (1,), fill=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised sum [B, S or S/T, D] of streams [B, S or S/T, n D]."""
+        """Return the norm [B, S or S/T, D] of the weighted sum of residual streams [B, S or S/T, n D]."""
         streams = torch.unflatten(x, -1, (self.hyper.streams, -1))
         mixed = _project_streams(streams, self.fn, self.norm_eps)
         pre = torch.sigmoid(mixed * upcast_to_fp32(self.scale) + upcast_to_fp32(self.base)) + self.hyper.eps

@@ -61,7 +61,7 @@ class EightBitMoment:
 
 
 class AdamW8bitUpdateRule:
-    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by AdamW with moments in 8 bits.
+    """AdamW update, with moments in 8 bits, of main weights, which are held in one slot per parameter shard.
 
     Args:
         slots: slots to update, with fp32 main weights.

@@ -179,7 +179,7 @@ def make_case_process_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
 
 
 class SingleProcessOutcomes:
-    """Results of each case in one process, computed once.
+    """Reference results of each tested layout's model in one process, computed once.
 
     Making the object is a collective call of all ranks, which share the work.
     """
