@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import COMPRESSED, MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
 from deepep_twin import deepep_twin
+from parity.cases import COMPRESSED, MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import (
