@@ -72,6 +72,15 @@ _GRANITE = {
 }  # fmt: skip
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_CSA, _HCA, _SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+_V4 = {
+    "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 12, "q_lora_rank": 20,
+    "moe_intermediate_size": 10, "n_routed_experts": 6, "num_experts_per_tok": 2, "layer_types": [_HCA, _CSA, _SWA, _CSA],
+    "compress_rates": {_CSA: 3, _HCA: 8}, "hc_mult": 3, "hc_sinkhorn_iters": 4, "hc_eps": 1e-3, "sliding_window": 5,
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"], "o_groups": 2, "o_lora_rank": 10, "index_n_heads": 12,
+    "index_head_dim": 10, "index_topk": 2, "qk_rope_head_dim": 6, "max_position_embeddings": 64, "swiglu_limit": 0.5,
+    "rms_norm_eps": 1e-4, "initializer_range": 0.2, "routed_scaling_factor": 1.25, "pad_token_id": None,
+}  # fmt: skip
 _KINDS = ["linear_attention", "full_attention", "linear_attention"]
 _MAMBA = {
     "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 4, "mamba_expand": 2,
@@ -317,6 +326,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "longcat_flash-bias-tied-yarn": (
         "longcat_flash", {**_LONGCAT, "attention_bias": True, "tie_word_embeddings": True, "zero_expert_num": 6, "moe_topk": 5,
                           "n_routed_experts": 4, "rope_parameters": YARN, "routed_scaling_factor": 1.5, "num_layers": 1},
+    ),
+    "deepseek_v4": ("deepseek_v4", _V4),
+    "deepseek_v4-yarn-entries-of-all": (
+        "deepseek_v4", {**_V4, "num_hidden_layers": 3, "compress_rates": {_CSA: 2, _HCA: 5}, "layer_types": [_CSA, _HCA, _CSA], "mlp_layer_types": ["moe"] * 3,
+                        "hc_mult": 2, "sliding_window": 40, "index_topk": 20, "scoring_func": "sigmoid", "rope_parameters": dict(YARN),
+                        "compress_rope_theta": 500.0, "qk_rope_head_dim": 12, "index_head_dim": 12, "max_position_embeddings": 512, "tie_word_embeddings": True},
     ),
     "gpt_neox": ("gpt_neox", _NEOX),
     "gpt_neox-no-bias": (

@@ -16,6 +16,7 @@ from mega_ckpt import convert as module
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats.hf_source import LAYOUT, HfSource
+from mega_ckpt.formats.peft_adapter import read_peft_adapter
 from mega_ckpt.source import MegaWeightSource, WeightSource, copy_assets, load_weights, open_weight_source
 from mega_ckpt.store import Checkpoint, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
@@ -83,6 +84,25 @@ def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     raw |= {"n_ctx": 32, "torch_dtype": "float32", "task_specific_params": {"text-generation": {"max_length": 50}}}
     (folder / "config.json").write_text(json.dumps(raw, separators=(",", ":")))
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
+    assert content(tmp_path / "back") == content(folder)
+
+
+def test_published_names_of_deepseek_v4_are_read(tmp_path: Path) -> None:
+    """No prefix, names of keys' norms and of the head's streams that transformers does not write, and an MTP layer."""
+    folder = save_model(tmp_path / "hf", "deepseek_v4")
+    usual = weights(open_weight_source(folder))
+    names = {"model.": "", "embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+    tensors = load_file(folder / "model.safetensors")
+    for part, published in names.items():
+        tensors = {name.replace(part, published): tensor for name, tensor in tensors.items()}
+    assert {"embed.weight", "hc_head_fn", "head.weight", "layers.0.attn.kv_norm.weight"} <= tensors.keys()
+    save_file(tensors | {"mtp.0.enorm.weight": torch.ones(3)}, folder / "model.safetensors")
+    assert equal_tensors(weights(open_weight_source(folder)), usual)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="PEFT adapters of a deepseek_v4 model are not supported"):
+        read_peft_adapter(tmp_path, open_weight_source(folder))
     convert_checkpoint(folder, tmp_path / "mega", "mega")
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(folder)

@@ -190,6 +190,20 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mla": {**MODELS["mla"]["mla"], "indexer": {**INDEXER, "dense": True, "interleaved": True}}, "mtp_layers": 2},
     ],
 }  # fmt: skip
+# DeepSeek-V4: windows of documents whose lengths are no multiples of the rates, experts by token id in some layers.
+COMPRESSED: dict[str, Any] = {
+    "layers": ["hca+moe", "csa+moe", "swa+moe", "csa+moe"], "num_kv_heads": 1, "head_dim": 8, "mlp_bias": False,
+    "rope": {"theta": 100.0, "fraction": 0.5, "interleaved": True}, "local_rope": {"theta": 20.0, "fraction": 0.5, "interleaved": True},
+    "activation": "clamped_swiglu", "activation_limit": 0.7, "hyper_connections": {"streams": 2, "iterations": 4, "eps": 1e-3},
+    "compressed": {
+        "q_lora_rank": 12, "window": 4, "output_groups": 4, "output_rank": 6, "csa_rate": 2, "hca_rate": 3,
+        "indexer": {"num_heads": 8, "head_dim": 6, "top_k": 2, "interleaved": True},
+    },
+    "moe": {
+        "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "score": "sqrtsoftplus",
+        "selection_bias": True, "bias_rate": 0.01, "aux_loss": 0.1, "z_loss": 0.01, "scaling": 1.5, "hash_layers": [0],
+    },
+}  # fmt: skip
 # Last layers that attend to keys and values of earlier ones, all of which the last stage has; of six layers.
 SHARED_KEYS: dict[str, Any] = {
     "full_attention_layers": [1, 3, 5], "full_attention": {"head_dim": 12, "num_kv_heads": 4, "keys_are_values": True},

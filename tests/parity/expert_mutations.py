@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import SHORTCUT, VARIANTS, case
+from parity.cases import COMPRESSED, SHORTCUT, VARIANTS, case
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
     asymmetric_attention,
     attention,
+    compressed_attention,
     decoder,
     expert_router,
     mixture_of_experts,
@@ -63,6 +64,9 @@ MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS
 SHARED = case("gqa", 2, layers=3, parallel={"tp": 2}, variant={"shared_kv_layers": 1, "value_norm": True})
 INPUTS = case("gqa", 2, parallel={"pp": 2}, variant=VARIANTS["gqa"][4])
 SEPARATE = case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][5])
+ENTRIES = case("moe", 2, layers=2, parallel={"tp": 2}, micro=2, variant=COMPRESSED)
+GATHERED = case("moe", 2, layers=2, parallel={"cp": 2}, micro=2, variant=COMPRESSED)
+HASHED = case("moe", 2, layers=1, parallel={"tp": 2, "sp": True}, micro=2, variant=COMPRESSED)
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
@@ -469,6 +473,38 @@ def _zero_experts_changed(change: Callable[[Tensor], Tensor]) -> Patch:
     return lambda: swap(mixture_of_experts, "split_zero_experts", split)
 
 
+def _entries_without_sync() -> AbstractContextManager[Any]:
+    """Gradients of the gates' biases in a window are of a tensor rank's heads alone."""
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        own = pieces[0].name.endswith(".compressor.position_bias")
+        return real(shape, pieces, **(options | {"grad_sync": ()} if own else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
+def _entries_before_their_end() -> AbstractContextManager[Any]:
+    """Queries of context rank 1 see an entry a token before its window has ended."""
+    real = compressed_attention.TokenPlaces.see_entries
+
+    def see(self: Any, part: range, windows: Any, count: int) -> Tensor:
+        early = int(torch.distributed.get_rank() == 1 and len(self.queries) > 1)
+        return real(self, part, replace(windows, size=windows.size - early), count)
+
+    return swap(compressed_attention.TokenPlaces, "see_entries", see)
+
+
+def _experts_of_the_token_before() -> AbstractContextManager[Any]:
+    """A tensor rank looks up the experts of the token before."""
+    real = expert_router.ExpertTable.forward
+
+    def look_up(self: Any, tokens: Any) -> Tensor:
+        return real(self, replace(tokens, token_ids=tokens.token_ids.roll(int(torch.distributed.get_rank() == 1))))
+
+    return swap(expert_router.ExpertTable, "forward", look_up)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -548,5 +584,16 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("attention: the softplus gate of a neighboring head", GATED, _gate_of_another_head),
     ("streams: gradients of their weights not summed under sequence parallelism", STREAMS, _streams_without_sync),
     ("streams: mixed by C on one rank, not by its transpose", WIDE, _streams_mixed_the_other_way),
+    (
+        "compressed attention: gradients of gates' biases not summed over the heads' ranks",
+        ENTRIES,
+        _entries_without_sync,
+    ),
+    (
+        "compressed attention: entries seen before their window has ended on a context rank",
+        GATHERED,
+        _entries_before_their_end,
+    ),
+    ("experts by token id: those of the token before on a tensor rank", HASHED, _experts_of_the_token_before),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from deepep_twin import deepep_twin
-from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SHORTCUT, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import (
+    COMPRESSED,
+    MODELS,
+    SHARED_BIAS,
+    SHARED_KEYS,
+    SHORTCUT,
+    SINKHORN,
+    VARIANTS,
+    all_layouts,
+    case,
+    covering,
+)
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import (
@@ -250,6 +261,24 @@ def test_several_residual_streams(every: int) -> None:
         for how in ({"kind": "full"}, {"kind": "selective", "modules": ["norm", "attention", "mlp"]})
     ]
     assert not problems([*cases, *of_moe, *again][every // 2 :: every], 4)
+
+
+@ONE_IN_THREE
+def test_compressed_attention_and_experts_by_token_id(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (4, {"tp": 2, "sp": True, "cp": 2}), (4, {"pp": 2, "ep": 2, "zero": 1}), (4, {"tp": 4, "sp": True}), (4, {"zero": 3, "ep": 2}),
+        (4, {"cp": 4, "cp_kind": "alltoall"}), (4, {"tp": 2, "pp": 2, "schedule": "zb-h1"}), (2, {"tp": 2, "zero": 2}),
+        (4, {"cp": 2, "pp": 2, "cp_kind": "allgather"}), (4, {"tp": 2, "ep": 4}),
+    ]  # fmt: skip
+    again = {"kind": "selective", "modules": ["norm", "attention", "moe"]}
+    cases = [
+        case(
+            "moe", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=COMPRESSED,
+            **({"recompute": again} if number % 2 else {}),
+        )
+        for number, (ranks, shape) in enumerate(shapes)
+    ]  # fmt: skip
+    assert not problems(cases[every // 2 :: every + every // 3], 4)
 
 
 @ONE_IN_THREE

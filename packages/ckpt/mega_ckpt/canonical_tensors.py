@@ -7,16 +7,18 @@ space, G their groups, N state size, k kernel size of a convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_common.layer_kinds import IndexerConfig
+from mega_common.layer_kinds import COMPRESSED_MIXERS, IndexerConfig
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 TensorShapes = dict[str, TensorShape]
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 SCORE_BIAS = "score.bias"
+EXPERT_TABLE = "tid2eid"  # end of the name of the table of experts by token id
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 # Prefixes of the tensors of reward and task heads, which a language model may lack: they are then randomly initialized.
 TASK_HEADS = ("score.", "model.pooler.", "lm_head.dense.", "lm_head.norm.")
@@ -137,8 +139,8 @@ def _patch_merger(config: ModelConfig, vision: VisionConfig, prefix: str, norm_s
 
 
 def count_model_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model that `config` describes; tied embeddings count once."""
-    return sum(map(math.prod, canonical_tensors(config).values()))
+    """Return the number of parameters of the model that `config` describes; tied embeddings count once, and tables of experts not."""
+    return sum(math.prod(shape) for name, shape in canonical_tensors(config).items() if not name.endswith(EXPERT_TABLE))
 
 
 def abbreviate_name_list(names: Iterable[str]) -> str:
@@ -180,7 +182,7 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
         **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
         **(_cross_attention(config) if config.has_cross_attention(index) else {}),
         **(_norm(config, mlp_norm) if before and config.has_norm_before_feed(feed) else {}),
-        **_feed(config, feed),
+        **_feed(config, feed, hashed=config.is_hash_layer(index)),
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
         **(_layer_input_gate(config, config.per_layer_input_size) if config.per_layer_input_size else {}),
         **({"layer_scalar": (1,)} if config.layer_scale else {}),
@@ -206,7 +208,7 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
         return {}
     if kind in config.mixers:
         return dict(config.mixers[kind].declaration.tensors)
-    mixers = {
+    mixers: dict[str, Callable[[ModelConfig], TensorShapes]] = {
         "mamba": _mamba,
         "mamba1": _mamba1,
         "delta": _delta,
@@ -215,16 +217,17 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
         "conv": _short_convolution,
         "hybrid": lambda config: _attention(config) | _mamba(config),
         "attention": _latent_attention if config.mla else _attention,
+        **{name: partial(_compressed_attention, kind=name) for name in COMPRESSED_MIXERS},
     }
     return mixers[kind](config)
 
 
-def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
+def _feed(config: ModelConfig, kind: str | None, *, hashed: bool) -> TensorShapes:
     if kind is None:
         return {}
     if kind in config.feed_forwards:
         return dict(config.feed_forwards[kind].declaration.tensors)
-    return _experts(config) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
+    return _experts(config, hashed=hashed) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
 
 
 def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
@@ -362,6 +365,50 @@ def _indexer(indexer: IndexerConfig, rank: int, width: int) -> TensorShapes:
     }
 
 
+def _compressed_attention(config: ModelConfig, kind: str) -> TensorShapes:
+    """Return the tensors of DeepSeek-V4's attention: with the key that is also the value, and in layers with compressed entries
+    the compressor's projections and its bias by the position in a window.
+    """
+    section, width, size, heads = (
+        config.compressed,
+        config.hidden_size,
+        config.query_key_head_dim,
+        config.num_attention_heads,
+    )
+    assert section is not None
+    groups, rank, indexer = section.output_groups, section.q_lora_rank, section.indexer
+
+    def compressor(name: str, rate: int, rows: int, size: int) -> TensorShapes:
+        prefix = f"self_attn.{name}"
+        return {
+            **{f"{prefix}.{part}_proj.weight": (rows, width) for part in ("kv", "gate")},
+            f"{prefix}.position_bias": (rate, rows),
+            f"{prefix}.kv_norm.weight": (size,),
+        }
+
+    entries: TensorShapes = {}
+    if kind == "hca":
+        entries = compressor("compressor", section.hca_rate, size, size)
+    elif kind == "csa" and indexer is not None:
+        entries = {
+            **compressor("compressor", section.csa_rate, 2 * size, size),
+            **compressor("indexer", section.csa_rate, 2 * indexer.head_dim, indexer.head_dim),
+            "self_attn.indexer.q_b_proj.weight": (indexer.num_heads * indexer.head_dim, rank),
+            "self_attn.indexer.weights_proj.weight": (indexer.num_heads, width),
+        }
+    return {
+        "self_attn.q_a_proj.weight": (rank, width),
+        "self_attn.q_a_norm.weight": (rank,),
+        "self_attn.q_b_proj.weight": (heads * size, rank),
+        "self_attn.kv_proj.weight": (size, width),
+        "self_attn.kv_norm.weight": (size,),
+        "self_attn.sinks": (heads,),
+        **entries,
+        "self_attn.o_a_proj.weight": (groups * section.output_rank, heads * size // groups),
+        "self_attn.o_b_proj.weight": (width, groups * section.output_rank),
+    }
+
+
 def _mamba(config: ModelConfig) -> TensorShapes:
     """Return the tensors of Mamba-2: in-projection rows and convolution channels, split by purpose."""
     mamba, width = config.mamba, config.hidden_size
@@ -475,8 +522,10 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
     }
 
 
-def _experts(config: ModelConfig) -> TensorShapes:
-    """Return the router [E, D], the experts' projections stacked [E, ...], and the shared expert."""
+def _experts(config: ModelConfig, *, hashed: bool) -> TensorShapes:
+    """Return the router [E, D], the experts' projections stacked [E, ...], and the shared expert.
+    With `hashed`, the experts of each token id are in a table [V, K].
+    """
     moe, width = config.moe, config.hidden_size
     assert moe is not None
     experts, shared, latent = moe.num_experts, moe.shared_ffn_hidden_size, moe.latent_size
@@ -487,7 +536,10 @@ def _experts(config: ModelConfig) -> TensorShapes:
     return {
         **(separate if moe.separate_norms else {}),
         **_linear("mlp.gate", moe.num_router_outputs, width, moe.router_bias),
-        **({"mlp.gate.e_score_correction_bias": (moe.num_router_outputs,)} if moe.selection_bias else {}),
+        **(
+            {"mlp.gate.e_score_correction_bias": (moe.num_router_outputs,)} if moe.selection_bias and not hashed else {}
+        ),
+        **({f"mlp.gate.{EXPERT_TABLE}": (config.vocab_size, moe.top_k)} if hashed else {}),
         **({"mlp.fc1_latent_proj.weight": (latent, width)} if latent else {}),
         **{name: (experts, *shape) for name, shape in stacked.items()},
         **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),

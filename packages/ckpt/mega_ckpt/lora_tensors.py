@@ -27,6 +27,8 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _PROJECTION = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
 )
+# Projections of compressed attention that are no plain linear layers of one input and output.
+_UNADAPTED = ("compressor.kv_proj.weight", "compressor.gate_proj.weight", ".o_a_proj.weight")
 _STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<part>gate|up)_proj")
 
 
@@ -101,7 +103,7 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
     out: dict[str, TensorShapes] = {}
     for name, shape in canonical_tensors(model).items():
         found = _PROJECTION.fullmatch(name)
-        if found is None or int(found["layer"]) >= model.num_layers or INDEXER in name:
+        if found is None or int(found["layer"]) >= model.num_layers or INDEXER in name or name.endswith(_UNADAPTED):
             continue
         stacked = _STACKED.fullmatch(found["module"])
         fused = stacked is not None and model.has_gated_mlp

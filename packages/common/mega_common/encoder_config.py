@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Fields that are not supported with an encoder, with the required value.
 _REQUIRED_VALUES = {
-    "moe": None, "mla": None, "mamba": None, "mamba1": None, "hybrid": None, "delta": None, "kda": None, "lightning": None, "conv": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
+    "moe": None, "mla": None, "compressed": None, "mamba": None, "mamba1": None, "hybrid": None, "delta": None, "kda": None, "lightning": None, "conv": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
     "norm_position": "pre", "parallel_residual": False, "causal": True,
 }  # fmt: skip
 

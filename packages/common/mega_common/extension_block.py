@@ -84,7 +84,17 @@ class ExtensionBlock(ExtensionSection):
 ExtensionBlocks = dict[str, ExtensionBlock]
 NormKind = Literal["rmsnorm", "layernorm"]
 ActivationKind = Literal[
-    "swiglu", "geglu", "geglu_erf", "reglu2", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"
+    "swiglu",
+    "clamped_swiglu",
+    "geglu",
+    "geglu_erf",
+    "reglu2",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "xielu",
 ]
 PositionKind = Literal["rope", "learned", "relative", "alibi", "none"]
 # Names of mega's own functions, by the field of `ModelConfig` that names one.

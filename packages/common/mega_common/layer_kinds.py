@@ -2,7 +2,7 @@
 
 A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
 `mamba`, `moe`. `MambaConfig`, `Mamba1Config`, `MlaConfig`, `GatedDeltaConfig`, `KimiDeltaConfig`, `LightningConfig`,
-`ShortConvolutionConfig` and `HybridConfig` are the sections of the mixers.
+`ShortConvolutionConfig`, `HybridConfig` and `CompressedAttentionConfig` are the sections of the mixers.
 
 A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
 each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
@@ -20,7 +20,11 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
 MixerKind = str  # one of MIXERS, or the name of an extension's mixer
 FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
-MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid")
+COMPRESSED_QUERIES = 512  # queries of compressed attention that attend at a time
+COMPRESSED_MIXERS: tuple[MixerKind, ...] = ("swa", "csa", "hca")  # of DeepSeek-V4
+MIXERS: tuple[MixerKind, ...] = (
+    "attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid", *COMPRESSED_MIXERS,
+)  # fmt: skip
 PARALLEL_MIXERS: dict[MixerKind, tuple[MixerKind, ...]] = {"hybrid": ("attention", "mamba")}  # side by side in a layer
 FEEDS: tuple[FeedForwardKind, ...] = ("mlp", "moe")
 LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
@@ -261,6 +265,23 @@ class MlaConfig(StrictConfig):
             yield ConfigProblem("indexer.head_dim", rule, self.indexer.head_dim)
         if self.scaled_latents:
             yield ConfigProblem("scaled_latents", "is not supported with indexer", True, "scaled_latents: false")
+
+
+class CompressedAttentionConfig(StrictConfig):
+    """Configuration of DeepSeek-V4's attention: layers `swa` with a sliding window alone, `csa` and `hca` with compressed entries.
+
+    `head_dim` of the model is the size of a head; all heads share one, which is key and value. `rope` rotates layers with entries,
+    `local_rope` the others. An entry of `csa` is from `csa_rate` tokens and as many before, and an indexer selects the `top_k`
+    entries of each query; one of `hca` is from `hca_rate` tokens, and a query attends to all that have ended.
+    """
+
+    q_lora_rank: PositiveInt = Field(description="width of the queries' latent")
+    window: PositiveInt = Field(128, description="keys of each query in the sliding window, its own included")
+    output_groups: PositiveInt = Field(description="groups of heads that are projected to a latent each")
+    output_rank: PositiveInt = Field(description="width of the latent of a group's output")
+    csa_rate: PositiveInt = Field(4, description="tokens of an entry of csa layers")
+    hca_rate: PositiveInt = Field(128, description="tokens of an entry of hca layers")
+    indexer: IndexerConfig | None = Field(None, description="indexer of csa layers, which require it")
 
 
 class GatedDeltaConfig(StrictConfig):

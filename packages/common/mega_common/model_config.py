@@ -30,12 +30,15 @@ from mega_common.extension_block import (
     PositionKind,
 )
 from mega_common.layer_kinds import (
+    COMPRESSED_MIXERS,
     INDEXER,
+    CompressedAttentionConfig,
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
     HybridConfig,
     HyperConnectionConfig,
+    IndexerConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
@@ -62,7 +65,7 @@ from mega_common.strict_config import (
 from mega_common.transformers_config import TransformersModuleConfig
 from mega_common.vision_config import VisionConfig
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf", "reglu2"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu2"})
 
 
 class RopeConfig(StrictConfig):
@@ -112,7 +115,7 @@ class RopeConfig(StrictConfig):
 class MoeConfig(StrictConfig):
     """Configuration of the mixture of experts (MoE) that replaces the feed-forward block, in all layers or those in `layers`.
 
-    The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
+    The router's scores are fp32: a function of x W^T, such as a softmax over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
     are added with the scores as weights, normalised to sum to one with `normalize`, times `scaling`. A softmax over
     the chosen experts alone, as in Mixtral and GPT-OSS, equals a normalised softmax over all.
@@ -126,9 +129,9 @@ class MoeConfig(StrictConfig):
     shared_gate: bool = Field(False, description="a sigmoid gate on the shared expert, as in Qwen2-MoE")
     shared_scaling: float = Field(1.0, gt=0, description="factor on the output of the shared expert")
     output_norm: bool = Field(False, description="a norm of the layer's output, shared expert included, as in A.X K1")
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = Field(
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = Field(
         "softmax",
-        description="sparsemixer (arXiv:2409.12136): two experts, the weight of each is a softmax over the remaining experts whose "
+        description="sqrtsoftplus: sqrt(log(1 + exp(x))), as in DeepSeek-V4; sparsemixer (arXiv:2409.12136): two experts, the weight of each is a softmax over the remaining experts whose "
         "logits are near the largest; its sampling in training is left out",
     )
     jitter: float = Field(0.01, gt=0, lt=0.5, description="sparsemixer: half of the relative distance of near logits")
@@ -144,6 +147,11 @@ class MoeConfig(StrictConfig):
     group_score: Literal["max", "top2"] = Field("max", description="top2: sum of a group's two best, as in DeepSeek-V3")
     selection_bias: bool = Field(
         False, description="a bias for the expert selection, not for the weights (arXiv:2408.15664)"
+    )
+    hash_layers: list[NonNegativeInt] | None = Field(
+        None,
+        description="layers whose experts are chosen by token id from a stored table, as in DeepSeek-V4; their router only weights "
+        "the experts, and has no load balancing loss and no selection bias",
     )
     bias_rate: float = Field(0.0, ge=0, description="update rate of the selection bias per step")
     aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
@@ -207,6 +215,9 @@ class MoeConfig(StrictConfig):
         if self.score == "sparsemixer" and not self._fits_sparse_mixer:
             rule = "requires top_k = 2 of one group, normalize: false, scaling: 1 and no selection_bias, sinkhorn and choice"
             yield ConfigProblem("score", rule, "sparsemixer", "score: softmax")
+        if self.hash_layers and (self.score == "sparsemixer" or self.sinkhorn):
+            rule = "is not supported with score: sparsemixer and sinkhorn"
+            yield ConfigProblem("hash_layers", rule, self.hash_layers, "leave it out")
         if self.choice == "logits" and self.groups > 1:
             yield ConfigProblem("choice", "is not supported with groups", "logits", "choice: scores")
         if self.shared_gate and not self.shared_ffn_hidden_size:
@@ -253,7 +264,7 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv" or "hybrid"), a feed-forward block ("mlp" or "moe"), or both, as
+    ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid", "swa", "csa" or "hca"), a feed-forward block ("mlp" or "moe"), or both, as
     "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
@@ -297,10 +308,12 @@ class ModelConfig(StrictConfig):
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
     activation: ActivationKind | ExtensionName = Field(
         "swiglu",
-        description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; reglu2 has a gate relu(x)^2, as in "
+        description="clamped_swiglu is silu(gate) up with both clamped by activation_limit, as in DeepSeek-V4; geglu uses the tanh approximation of gelu, geglu_erf the exact one; reglu2 has a gate relu(x)^2, as in "
         "BitNet; xielu (arXiv:2411.13010) has two learned slopes in each layer; or an activation of an extension",
     )
-    activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
+    activation_limit: float | None = Field(
+        None, gt=0, description="clamp of the inputs of swiglu, which then has GPT-OSS's form, or of clamped_swiglu"
+    )
     position: PositionKind | ExtensionName = Field(
         "rope",
         description="alibi: a penalty on attention scores that is linear in the distance, as in BLOOM; or a position encoding of "
@@ -429,6 +442,7 @@ class ModelConfig(StrictConfig):
     )
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    compressed: CompressedAttentionConfig | None = None
     mamba: MambaConfig | None = None
     mamba1: Mamba1Config | None = None
     delta: GatedDeltaConfig | None = None
@@ -491,7 +505,7 @@ class ModelConfig(StrictConfig):
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
         """Head counts of each mixer kind in use, as (heads, shared heads).
         Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
-        A channel of a short convolution or of Mamba-1 counts as a head.
+        A channel of a short convolution or of Mamba-1 counts as a head, and so does an output group of compressed attention.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
@@ -503,6 +517,7 @@ class ModelConfig(StrictConfig):
                 for name, section in (("kda", self.kda), ("lightning", self.lightning))
                 if section
             },
+            **(dict.fromkeys(COMPRESSED_MIXERS, (self.compressed.output_groups,) * 2) if self.compressed else {}),
             **({"mamba1": (self.mamba1.inner_size, self.mamba1.inner_size)} if self.mamba1 else {}),
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
@@ -732,6 +747,10 @@ class ModelConfig(StrictConfig):
         """Return whether the feed-forward block of the layer with this index is a mixture of experts."""
         return self.get_feed_forward_kind(layer) == "moe"
 
+    def is_hash_layer(self, layer: int) -> bool:
+        """Return whether the experts of the layer with this index are chosen by token id from a stored table."""
+        return self.moe is not None and layer in (self.moe.hash_layers or ())
+
     @property
     def vision_encoder_config(self) -> ModelConfig | None:
         """Configuration of the vision encoder's transformer layers; None without a vision encoder."""
@@ -769,9 +788,15 @@ class ModelConfig(StrictConfig):
         return self.uses_tensor(name) and (self.trains_indexer or INDEXER not in name)
 
     @property
+    def indexer(self) -> IndexerConfig | None:
+        """Indexer of sparse latent attention or of compressed sparse attention; None without one."""
+        section = self.mla or self.compressed
+        return None if section is None else section.indexer
+
+    @property
     def trains_indexer(self) -> bool:
         """True if the indexer of sparse attention has a loss that trains it."""
-        return self.mla is not None and self.mla.indexer is not None and self.mla.indexer.kl_loss > 0
+        return self.indexer is not None and self.indexer.kl_loss > 0
 
     @property
     def has_gated_mlp(self) -> bool:

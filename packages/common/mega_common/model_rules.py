@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from mega_common.encoder_config import find_encoder_config_problems
 from mega_common.extension_block import FUNCTION_FIELDS, FUNCTION_NAMES
-from mega_common.layer_kinds import FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
+from mega_common.layer_kinds import COMPRESSED_MIXERS, FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
 from mega_common.retro_config import find_retro_config_problems
 from mega_common.strict_config import ConfigProblem, find_near_option
 
 if TYPE_CHECKING:
+    from mega_common.layer_kinds import IndexerConfig
     from mega_common.model_config import ModelConfig, RopeConfig
 
 
@@ -23,6 +24,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         "full_attention_layers": model.full_attention_layers,
         "no_rope_layers": model.no_rope_layers,
         "moe.layers": model.moe and model.moe.layers,
+        "moe.hash_layers": model.moe and model.moe.hash_layers,
     }
     for name, indices in listed.items():
         if indices and max(indices) >= layers:
@@ -56,9 +58,6 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     yield from _find_function_problems(model)
     yield from _find_bidirectional_problems(model)
     yield from _find_vision_problems(model)
-    if model.activation_limit and model.activation != "swiglu":
-        rule = "requires activation: swiglu"
-        yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
     yield from _find_mlp_problems(model)
@@ -70,6 +69,8 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.attention_gate and model.mla and model.mla.q_lora_rank:
         yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
     yield from _find_layer_problems(model) if model.layers is not None else ()
+    yield from _find_compressed_problems(model) if model.compressed else ()
+    yield from _find_hash_routing_problems(model) if model.moe and model.moe.hash_layers else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
     yield from find_retro_config_problems(model)
@@ -286,8 +287,74 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
+def _find_compressed_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of DeepSeek-V4's attention."""
+    section = model.compressed
+    assert section is not None
+    mixers = {kind.mixer for kind in model.layer_kinds}
+    if not mixers <= {*COMPRESSED_MIXERS}:
+        rule = f"requires that the mixer of each layer is one of {', '.join(COMPRESSED_MIXERS)}"
+        yield ConfigProblem("compressed", rule, hint="name them in layers, such as csa+moe")
+    if model.num_attention_heads % section.output_groups:
+        rule = f"must divide num_attention_heads = {model.num_attention_heads}"
+        yield ConfigProblem("compressed.output_groups", rule, section.output_groups)
+    if model.rotary_dim % 2 or (model.local_rope or model.rope).fraction != model.rope.fraction:
+        rule = (
+            f"must be equal in rope and local_rope, and give an even number of the head size {model.query_key_head_dim}"
+        )
+        yield ConfigProblem("rope.fraction", rule, model.rope.fraction)
+    for name, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
+        yield from _find_rope_problems(name, rope, model.rotary_dim // 2) if rope else ()
+        if rope and (rope.scaling in ("dynamic", "longrope") or rope.query_scaling or rope.sections):
+            yield ConfigProblem(
+                name, "is not supported with compressed and scaling dynamic or longrope, query_scaling, sections"
+            )
+    if "csa" in mixers and section.indexer is None:
+        yield ConfigProblem("compressed.indexer", "is required: layers names csa layers")
+    if section.indexer is not None:
+        yield from _find_entry_indexer_problems(model, section.indexer)
+    names = ("mtp_layers", "encoder", "retro", "vision", "mla", "sliding_window", "attention_dropout", "attention_softcap", "qk_norm", "qkv_bias",
+             "attention_out_bias", "attention_gate", "no_rope_layers", "full_attention", "qkv_clip", "task_head", "score")  # fmt: skip
+    for name in names:
+        if getattr(model, name):
+            yield ConfigProblem(name, "is not supported with compressed", hint=f"leave out {name}")
+    if not model.causal or model.position != "rope" or model.norm != "rmsnorm" or model.zero_centered_norm:
+        rule = "requires causal attention, position: rope and norm: rmsnorm, not zero-centered"
+        yield ConfigProblem("compressed", rule, hint="leave out compressed")
+
+
+def _find_entry_indexer_problems(model: ModelConfig, indexer: IndexerConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of the indexer of compressed sparse attention."""
+    if indexer.head_dim < model.rotary_dim:
+        rule = f"must be at least the {model.rotary_dim} rotated elements of a head"
+        yield ConfigProblem("compressed.indexer.head_dim", rule, indexer.head_dim)
+    if indexer.interleaved != model.rope.interleaved:
+        rule = f"must be rope.interleaved = {str(model.rope.interleaved).lower()}"
+        yield ConfigProblem("compressed.indexer.interleaved", rule, indexer.interleaved)
+    if indexer.kl_loss:
+        rule = "must be 0: the indexer of compressed attention has no loss"
+        yield ConfigProblem("compressed.indexer.kl_loss", rule, indexer.kl_loss, "kl_loss: 0")
+
+
+def _find_hash_routing_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of layers whose experts are chosen by token id."""
+    assert model.moe is not None
+    for layer in model.moe.hash_layers or ():
+        if layer >= model.num_layers or not model.is_moe_layer(layer):
+            rule = "must be layers with experts, without those of mtp_layers"
+            yield ConfigProblem("moe.hash_layers", rule, layer, "leave it out")
+    for name in ("encoder", "retro", "vision"):
+        if getattr(model, name):
+            yield ConfigProblem(name, "is not supported with moe.hash_layers", hint=f"leave out {name}")
+
+
 def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of the MLP's output bias and factors, which experts do not have."""
+    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors, which experts do not have."""
+    if model.activation_limit and model.activation not in ("swiglu", "clamped_swiglu"):
+        rule = "requires activation: swiglu or clamped_swiglu"
+        yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
+    if model.activation == "clamped_swiglu" and not model.activation_limit:
+        yield ConfigProblem("activation_limit", "is required with activation: clamped_swiglu", hint="set it")
     if model.mlp_out_bias and (model.moe or model.mlp_bias):
         rule = "is not supported with moe, and is part of mlp_bias"
         yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
@@ -317,6 +384,7 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         "lightning": model.lightning is not None,
         "conv": model.conv is not None,
         "hybrid": model.hybrid is not None,
+        **dict.fromkeys(COMPRESSED_MIXERS, model.compressed is not None),
         "moe": model.moe is not None,
     }
     yield from find_missing_sections(model.layer_kinds, given)

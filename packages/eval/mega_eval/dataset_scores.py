@@ -153,7 +153,7 @@ def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[flo
         for arrays in zip(*((s.tokens, s.labels, s.loss_weights) for s in samples), strict=True)
     )
     positions = torch.arange(tokens.shape[1], device=device)[None]
-    x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+    x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, tokens=tokens))
     out = []
     for row in range(len(samples)):  # one by one, so that the head's chunks of tokens do not depend on the batch
         part = slice(row, row + 1)
@@ -259,7 +259,7 @@ def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
         for number in range(len(reader)):
             tokens = torch.from_numpy(reader.read_sequence(number).astype(np.int64)).to(model.device)[None]
             positions = torch.arange(tokens.shape[1], device=model.device)[None]
-            x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+            x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, tokens=tokens))
             scores[number] = model.compute_logits(x)[0, -1, 0].item()
             bar.advance(1)
     apart = scores[::2] - scores[1::2]

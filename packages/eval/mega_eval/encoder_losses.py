@@ -117,7 +117,7 @@ def _window_loss(
             torch.from_numpy(each[start : start + batch_size]).to(model.device) for each in (rows, masks)
         )
         labels = torch.from_numpy(window).to(model.device).expand(tokens.shape)
-        x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, tokens=tokens))
         _, losses = model.compute_token_loss(x, labels, weights.float())
         total += losses[weights].double().sum().item()
     return total, maskable.size

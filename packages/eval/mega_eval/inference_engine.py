@@ -381,9 +381,9 @@ class InferenceEngine:
         columns = to_device(torch.tensor(positions), device)[:, None]
         images = gather_token_images([(row.request.images, row.num_computed, count) for row, count in work], device)
         rotary = columns if images is None or images.positions is None else images.positions
-        context = model.make_forward_context(rotary, sequence_bounds=DocumentBounds(lengths), cache=self._cache)
+        ids, bounds = to_device(torch.tensor(tokens), device)[:, None], DocumentBounds(lengths)
+        context = model.make_forward_context(rotary, tokens=ids, sequence_bounds=bounds, cache=self._cache)
         context = context if images is None else replace(context, images=images)
-        ids = to_device(torch.tensor(tokens), device)[:, None]
         x = self._layers(model.embed_inputs(ids, columns, images=images), context)
         return x, model.compute_logits(x[to_device(torch.tensor(wanted, dtype=torch.int64), device)]).squeeze(1)
 

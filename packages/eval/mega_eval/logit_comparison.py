@@ -126,7 +126,7 @@ def _compute_outputs(path: str | Location, tokens: list[int], dtype: torch.dtype
         return model.compute_logits(
             compute_decoder_states(model, [tokens], [[model.config.encoder.start_token, *tokens[:-1]]])
         ).flatten()
-    x = model(model.embed_inputs(ids, positions), model.make_forward_context(positions))
+    x = model(model.embed_inputs(ids, positions), model.make_forward_context(positions, tokens=ids))
     if model.config.causal:
         return model.compute_logits(x).flatten()
     return torch.cat([output.flatten() for output in _encoder_outputs(model, x)])

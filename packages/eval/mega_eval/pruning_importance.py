@@ -80,7 +80,7 @@ def accumulate_importance(model: Decoder, windows: Iterable[Tensor]) -> PartImpo
         changed = torch.zeros(len(model.layers), dtype=torch.float64)
         for tokens in windows:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            context = model.make_forward_context(positions)
+            context = model.make_forward_context(positions, tokens=tokens)
             x = model.embed_inputs(tokens, positions)
             for index, layer in enumerate(model.layers):
                 y = layer(x, context)

@@ -188,6 +188,7 @@ def pack_pair_batches(
     # the RoPE angles of LongRoPE and dynamic NTK depend on the row's length, and a recurrent state belongs to one sequence
     unpacked = (
         model.config.is_recurrent
+        or model.config.compressed is not None  # whose windows are of one sequence
         or model.config.transformers is not None
         or encoder is not None
         or any(
@@ -245,7 +246,8 @@ def _compute_hidden_states(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Ten
         mask = TreeAttentionMask(
             torch.stack([row.make_ancestor_mask(length) for row in rows])[:, None].to(device), positions
         )
-    x: Tensor = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, attention_mask=mask))
+    context = model.make_forward_context(positions, tokens=tokens, attention_mask=mask)
+    x: Tensor = model(model.embed_inputs(tokens, positions), context)
     return x
 
 

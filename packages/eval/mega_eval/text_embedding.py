@@ -256,7 +256,7 @@ def _pool_batch(model: Decoder, texts: Sequence[Sequence[int]], modes: Sequence[
     columns = np.arange(tokens.shape[1])
     ids, positions = (torch.from_numpy(each).to(model.device) for each in (tokens, columns[None]))
     bounds = DocumentBounds.from_padded_rows(lengths, columns.size)
-    context = model.make_forward_context(positions, sequence_bounds=bounds)
+    context = model.make_forward_context(positions, tokens=ids, sequence_bounds=bounds)
     hidden = model.head.norm(model(model.embed_inputs(ids, positions), context)).float()
     attention_mask = torch.from_numpy(columns < lengths[:, None]).to(model.device)
     return pool_hidden_states(hidden, attention_mask, modes, skipped).cpu()

@@ -88,13 +88,17 @@ class TextCalibration:
             hidden = [
                 model.embed_inputs(tokens[None], at) for tokens, at in zip(self.sequences, positions, strict=True)
             ]
+            contexts = [
+                model.make_forward_context(at, tokens=tokens[None])
+                for tokens, at in zip(self.sequences, positions, strict=True)
+            ]
             for layer in model.layers:
                 weights = _find_linear_weights(layer)
                 moments: dict[nn.Module, Tensor] = {}
                 with ExitStack() as stack:
                     for module in weights:
                         stack.enter_context(capture_module_inputs(module, partial(_add_moments, moments, module)))
-                    hidden = [layer(x, model.make_forward_context(at)) for x, at in zip(hidden, positions, strict=True)]
+                    hidden = [layer(x, context) for x, context in zip(hidden, contexts, strict=True)]
                 yield from ((weights[module], moments.pop(module)) for module in list(moments))
                 bar.advance(1)
 

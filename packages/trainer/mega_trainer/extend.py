@@ -205,5 +205,5 @@ def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Ten
     model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
     initialize_weights(model, seed)
     with torch.no_grad():
-        states = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        states = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, tokens=tokens))
         return model.compute_logits(states)

@@ -58,6 +58,15 @@ ALLOCATOR = "c10::alloc_cpu(unsigned long)"
 SELECTIVE, FULL = {"kind": "selective"}, {"kind": "full"}
 
 
+COMPRESSED = {
+    "layers": ["hca+mlp", "csa+mlp", "swa+mlp", "csa+mlp"], "num_kv_heads": 1, "rope": {"interleaved": True},
+    "compressed": {
+        "q_lora_rank": 40, "window": 64, "output_groups": 4, "output_rank": 24, "hca_rate": 32,
+        "indexer": {"num_heads": 4, "head_dim": 32, "top_k": 16, "interleaved": True},
+    },
+}  # fmt: skip
+
+
 def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] = {}, **how: Any) -> LayoutCase:
     """Two samples of 256 tokens a micro-batch, two micro-batches a step of each data rank and four in a pipeline, one large bucket."""
     dp = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
@@ -84,6 +93,7 @@ ONE = {
     "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),
     "latents, further tokens": layout(1, {}, model={"mla": LATENT, "mtp_layers": 1}),
     "sparse attention": layout(1, {}, model={"mla": {**LATENT, "q_lora_rank": 20, "indexer": INDEXER}}),
+    "compressed attention": layout(1, {}, model=COMPRESSED),
     "dropout": layout(1, {}, model={"residual_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}),
     "gpt": layout(1, {}, model={"tie_embeddings": True, "norm": "layernorm", "activation": "gelu_tanh", "mlp_bias": True}),
     "adapters": layout(1, {}, lora={"rank": 8}),

@@ -23,6 +23,7 @@ from mega_ckpt.families.bert_encoders import (
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.dbrx import DBRX
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
+from mega_ckpt.families.deepseek_v4 import DEEPSEEK_V4
 from mega_ckpt.families.falcon_h1 import FALCON_H1
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.further_decoders import (
@@ -151,7 +152,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID, GEMMA4, GEMMA4_UNIFIED,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
-    DEEPSEEK_V32, GLM_MOE_DSA,
+    DEEPSEEK_V32, DEEPSEEK_V4, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
     COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
     OLMO_HYBRID, LONGCAT_FLASH, BIOGPT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIEL
 from mega_ckpt.families.rope_entries import find_unused_rope_keys
 from mega_common.encoder_config import TaskHeadConfig
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.layer_kinds import expand_layer_pattern
+from mega_common.layer_kinds import COMPRESSED_MIXERS, expand_layer_pattern
 from mega_common.model_config import ModelConfig
 
 # Keys that do not affect what the model computes from its weights. They are carried, not translated. (Quantization is
@@ -84,6 +84,7 @@ class ModelFamily:
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
         aliases: further `model_type`s with the same config.json and tensors.
+        supports_peft: PEFT adapters are read and written; false if tensors are not named after transformers' modules.
         has_task_heads: encoders whose classes for classification mega reads and writes.
     """
 
@@ -102,6 +103,7 @@ class ModelFamily:
     other_names: tuple[tuple[str, str], ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    supports_peft: bool = True
     has_task_heads: bool = False
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
@@ -226,7 +228,7 @@ class ModelFamily:
         Attention settings of a model without attention get the family's fixed values.
         """
         model = drop_redundant_model_fields(model)
-        if any(kind.mixer == "attention" for kind in model.layer_kinds):
+        if any(kind.mixer in ("attention", *COMPRESSED_MIXERS) for kind in model.layer_kinds):
             return model
         fixed = {
             name: value
@@ -258,7 +260,9 @@ class ModelFamily:
         for usual, other in self.other_names if names is not None else ():
             renamed = (replace(disk, name=disk.name.replace(usual, other)) for disk in table.values())
             pairs = zip(table.values(), renamed, strict=True)
-            table = {disk.name: disk for disk in (new if new.name in (names or ()) else old for old, new in pairs)}
+            table = {
+                disk.name: disk for disk in (new if self._is_stored(new.name, names) else old for old, new in pairs)
+            }
         if names is not None and not any(name.startswith((self.prefix, self.inner_prefix[1])) for name in names):
             table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, "") for disk in table.values())}
         if names is not None and any(name.startswith(self.inner_prefix[1]) for name in names):
@@ -303,6 +307,10 @@ class ModelFamily:
     def has_per_expert_tensors(self) -> bool:
         """True if every expert has its own disk tensors; False if experts are stacked."""
         return any("{e}" in rule.disk for rule in self.rules)
+
+    def _is_stored(self, name: str, names: Collection[str] | None) -> bool:
+        """Return whether a tensor has this name among `names`, with or without the prefix."""
+        return names is not None and (name in names or name.removeprefix(self.prefix) in names)
 
     def is_buffer_tensor(self, name: str) -> bool:
         """Return whether a disk tensor is a buffer (a mask or rotary frequencies), not a weight of the model."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mega_common.encoder_config import RelativePositionConfig
+from mega_common.layer_kinds import COMPRESSED_MIXERS
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_common.strict_config import StrictConfig
 
@@ -63,7 +64,7 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
     """
     training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     kinds = model.layer_kinds
-    attends = any("attention" in kind.mixers for kind in kinds)
+    attends = any(mixer in ("attention", *COMPRESSED_MIXERS) for kind in kinds for mixer in kind.mixers)
     heads = {"num_kv_heads": model.key_value_heads, "head_dim": model.query_key_head_dim}
     unread = _NO_HEADS | ({} if model.position == "learned" else {"max_position": 1})
     width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
@@ -97,6 +98,8 @@ def _attention_layers(model: ModelConfig) -> list[int]:
 
 
 def _normalize_windows(model: ModelConfig) -> dict[str, Any]:
+    if model.compressed:
+        return {"local_rope": None if model.local_rope == model.rope else model.local_rope}
     layers = _attention_layers(model)
     full = [layer for layer in layers if model.get_attention_window(layer) is None]
     if len(full) == len(layers):
@@ -137,7 +140,9 @@ def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
     used = {mixer for kind in model.layer_kinds for mixer in (kind.mixer, *kind.mixers)}
     unused: dict[str, Any] = dict.fromkeys({"mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid"} - used)
-    if "attention" not in used:
+    if used.isdisjoint(COMPRESSED_MIXERS):
+        unused["compressed"] = None
+    if used.isdisjoint({"attention", *COMPRESSED_MIXERS}):
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS
         }

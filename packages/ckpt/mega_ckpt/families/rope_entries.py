@@ -176,7 +176,7 @@ def find_unused_rope_keys(raw: ConfigDict) -> list[str]:
         sets = [given, *given.values()] if isinstance(given, Mapping) else []
         for each in (part for part in sets if isinstance(part, Mapping)):
             used = _PARAMETERS.get(str(each.get("rope_type", each.get("type"))), {})
-            unused = each.keys() - used.keys() - _COMMON - set(_SETS)
+            unused = each.keys() - used.keys() - _COMMON - {*_SETS, "main", "compress"}
             found += [f"{name}.{key}" for key in sorted(unused) if each[key] is not None]
     return found
 

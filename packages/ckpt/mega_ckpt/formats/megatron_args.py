@@ -160,6 +160,7 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
             or model.kda
             or model.lightning
             or model.conv
+            or model.compressed
         ):
             raise ConfigMismatchError(f"layers must each be one of mamba, attention, mlp and moe in {_CORE}")
         if model.mtp_layers:

@@ -378,13 +378,23 @@ def _deinterleave_experts(b: Tensor, experts: int) -> Tensor:
 
 
 def _family_of_base(base: WeightSource) -> ModelFamily:
-    """Return the family of the base on disk, or the first that fits."""
+    """Return the family of the base on disk, or the first that fits.
+
+    Raises:
+        CheckpointError: when PEFT adapters of the family are not supported.
+    """
     raw = base.asset_files().get("config.json")
     try:
         family = detect_model_family(parse_json_text(raw.read_bytes() if isinstance(raw, Path) else raw or b"{}"))
     except (CheckpointError, ValueError):
-        return find_family_expressing_model(base.model)
-    return family if not family.unsupported_settings(base.model) else find_family_expressing_model(base.model)
+        family = find_family_expressing_model(base.model)
+    family = family if not family.unsupported_settings(base.model) else find_family_expressing_model(base.model)
+    if not family.supports_peft:
+        raise CheckpointError(
+            f"PEFT adapters of a {family.name} model are not supported: its tensors are not named after transformers' modules",
+            hint="merge the adapter instead: mega ckpt convert --to hf",
+        )
+    return family
 
 
 def _disk_name(name: str, model: ModelConfig, family: ModelFamily) -> str:

@@ -51,7 +51,7 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
     """Return whether tensor parallelism of degree `tp` can split a model.
     The tensor ranks must divide the attention (or recurrent) heads, index heads and the feed-forward width evenly.
     """
-    if model.mla and model.mla.indexer and model.mla.indexer.num_heads % tp:
+    if model.indexer and model.indexer.num_heads % tp:
         return False
     # a feed-forward block of an extension has one head unless it declares more
     if any(
@@ -101,8 +101,8 @@ def list_sharded_ffn_widths(model: ModelConfig) -> set[int]:
 def tensor_degree_rule(model: ModelConfig) -> str:
     """Return the rule that a tensor-parallel degree of a model must follow, as text for an error message."""
     heads, shared = format_head_counts(model, 1)
-    if model.mla and model.mla.indexer:
-        heads += f" and {model.mla.indexer.num_heads} index heads"
+    if model.indexer:
+        heads += f" and {model.indexer.num_heads} index heads"
     widths = " and ".join(map(str, sorted(list_sharded_ffn_widths(model))))
     split = f"{heads} and the ffn_hidden_size {widths}" if widths else heads
     return f"must divide {split}, and divide or be a multiple of {shared}"

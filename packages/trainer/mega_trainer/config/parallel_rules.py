@@ -32,8 +32,8 @@ _LAST_STAGE = (
     "requires the last {} layers on the last pipeline stage, as they share keys and values (model.shared_kv_layers)"
 )
 _FIRST_STAGE = (
-    "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
-    "(model.vision.native.deepstack)"
+    "requires {} layers on the first pipeline stage, as image features are added to the outputs of the first layers "
+    "(model.vision.native.deepstack) or the first layer widens the embeddings (model.hyper_connections)"
 )
 
 

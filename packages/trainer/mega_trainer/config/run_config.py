@@ -319,6 +319,11 @@ class RunConfig(StrictConfig):
                 "on batch.micro x data ranks; set model.moe.aux_loss_scope=sequence for training that does not depend on the "
                 "layout"
             )
+        if model.compressed and model.compressed.indexer:
+            yield (
+                "the indexer of model.compressed is not trained: it keeps its present weights while the attention that it selects "
+                "for changes; start from a published model (init_from)"
+            )
         if model.mla and model.mla.indexer and not model.mla.indexer.kl_loss:
             yield (
                 "model.mla.indexer.kl_loss = 0 does not train the indexer: it keeps its present weights while the attention "

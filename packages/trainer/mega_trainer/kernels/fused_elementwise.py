@@ -32,6 +32,8 @@ def fusible_gated_activation(gate_up: Tensor, activation: str, limit: float | No
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "clamped_swiglu":
+            return F.silu(gate).mul_(up)
         return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up + 1)
     if activation == "reglu2":
         return F.relu(gate).square_().mul_(up)
@@ -44,6 +46,9 @@ def fusible_gated_activation_backward(dy: Tensor, gate_up: Tensor, activation: s
     if limit is not None:
         inside = gate <= limit, up.abs() <= limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "clamped_swiglu":
+            dgate = torch.ops.aten.silu_backward(dy * up, gate)
+            return torch.cat([dgate * inside[0], F.silu(gate).mul_(dy) * inside[1]], -1)
         share = torch.sigmoid(SLOPE * gate)
         dgate = dy * (up + 1) * share * (1 + SLOPE * gate * (1 - share))
         return torch.cat([dgate * inside[0], dy * gate * share * inside[1]], -1)

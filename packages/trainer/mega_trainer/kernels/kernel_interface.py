@@ -233,8 +233,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu, geglu_erf (arXiv:2002.05202) or reglu2.
 
-        With a `limit`, swiglu is GPT-OSS's: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit. Rows
-        are multiplied by `weights` [..], in at least fp32.
+        With a `limit`, gate <= limit and |up| <= limit: swiglu is then GPT-OSS's, gate sigmoid(1.702 gate) (up + 1), and
+        clamped_swiglu is silu(gate) up. Rows are multiplied by `weights` [..], in at least fp32.
         """
 
     def short_convolution(

@@ -183,7 +183,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding.from_model_config(config.full_attention_layer_config, config.rope)
         local = config.local_rope or (config.rope if config.full_attention else None)
         self.local_rotary = None if local is None else RotaryEmbedding.from_model_config(config, local)
-        self.has_own_positions = "position" in build.functions
+        self.needs_positions = "position" in build.functions or config.compressed is not None
+        self.routes_by_token = bool(config.moe and config.moe.hash_layers)
         # by device of the tokens: the weights may be on another one while the model is built
         self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.uses_embedding_of_other_stage(config)
@@ -262,6 +263,7 @@ class Decoder(nn.Module):
         self,
         positions: Tensor,
         *,
+        tokens: Tensor | None = None,
         attention_mask: AttentionMask | None = None,
         cache: KVCache | None = None,
         dropout: SeededDropout | None = None,
@@ -273,6 +275,7 @@ class Decoder(nn.Module):
 
         Args:
             positions: int64 [B or 1, S], or [3, B, S] as for `RotaryEmbedding.compute_rotation`.
+            tokens: token ids int64 [B, S], required by a model that chooses experts by them (`moe.hash_layers`).
             attention_mask: replaces the mask of causality and `sequence_bounds`; ignored with a cache.
             sequence_bounds: document bounds that restrict attention; required under context parallelism, ignored with a
                 cache.
@@ -290,7 +293,7 @@ class Decoder(nn.Module):
         return ForwardContext(
             attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
-            positions=positions if self.has_own_positions else None,
+            positions=positions if self.needs_positions else None, tokens=tokens if self.routes_by_token else None,
         )  # fmt: skip
 
     def _build_attention_bias(self, device: torch.device) -> PositionBias | None:
@@ -312,7 +315,7 @@ class Decoder(nn.Module):
         drop, images = dropout(batch.tokens.shape[1], 0), batch.images
         positions = batch.positions if images is None or images.positions is None else images.positions
         return self.make_forward_context(
-            positions, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
+            positions, tokens=batch.tokens, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
         )
 
     def encode_images(self, images: BatchImages | None) -> BatchImages | None:

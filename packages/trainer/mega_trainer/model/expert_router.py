@@ -18,19 +18,25 @@ has 1 / T of its sum and each expert 1 / E; a token then goes to the largest ent
 sequence, so that it does not depend on micro-batches or ranks; Megatron's version, over all tokens of a rank's micro-batch,
 is the same for one sequence.
 
+In layers of `hash_layers` a stored table gives each token id its experts (arXiv:2106.04426), and the router's scores weight them.
+
 Legend: B sequences, S positions of each, N tokens of this rank, K experts of a token, E experts, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from mega_ckpt.canonical_tensors import EXPERT_TABLE
 from mega_common.model_config import MoeConfig
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.distributed.device import to_host
@@ -42,6 +48,7 @@ from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 TOLERANCE = 1e-4  # mean change of the column factors in a round at which the iteration stops
 ROUNDS = 100  # most rounds: far more than needed, but rounding can keep a large factor changing
 EPSILON = 1e-8
+ROWS = 4096  # rows of a table that are drawn at once
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
@@ -83,6 +90,41 @@ def sinkhorn_normalize(logits: Tensor) -> Tensor:
     return columns.unsqueeze(1) * matrix * rows.unsqueeze(-1)
 
 
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    """Return sqrt(log(1 + exp(logits))), with gradient zero where that is zero in floating point."""
+    return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
+
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": sqrt_softplus,
+}  # fmt: skip
+
+
+class ExpertTable(NonTrainableBuffer):
+    """Table of the experts of each token id, int64 [V, K], which is stored and not trained.
+    Until loaded, it has different random experts for each token id, which depend on the table's name alone.
+    """
+
+    def __init__(self, build: LayerBuilder, name: str, moe: MoeConfig) -> None:
+        self.name, self.experts = f"{name}.{EXPERT_TABLE}", moe.num_experts
+        shape = (build.config.vocab_size, moe.top_k)
+        super().__init__(self.name, shape, dtype=torch.int64, device=build.device)
+        self.reset_values()
+
+    def reset_values(self) -> None:
+        """Fill the table with its initial experts."""
+        stream = torch.Generator().manual_seed(int.from_bytes(sha256(self.name.encode()).digest()[:7], "big"))
+        for rows in torch.split(self.values, ROWS) if self.values.device.type != "meta" else ():
+            order = torch.rand(len(rows), self.experts, generator=stream).topk(rows.shape[1], -1).indices
+            rows.copy_(order)
+
+    def forward(self, tokens: RoutedTokens) -> Tensor:
+        """Return the experts of tokens, int64 [N, K]."""
+        assert tokens.token_ids is not None, "a forward pass of a model with moe.hash_layers requires token ids"
+        experts: Tensor = self.values[tokens.token_ids]
+        return experts
+
+
 class ExpertRouter(nn.Module):
     """Router of a mixture-of-experts layer: scores the experts, selects K for each token and weights them.
     See `MoeConfig` for the kinds of routers.
@@ -103,11 +145,12 @@ class ExpertRouter(nn.Module):
             else None
         )
         wide = torch.promote_types(build.dtype, torch.float32)
+        self.hash_table = ExpertTable(build, name, moe) if build.config.is_hash_layer(layer) else None
         self.selection = (
             NonTrainableBuffer(
                 f"{name}.e_score_correction_bias", (moe.num_router_outputs,), dtype=wide, device=build.device
             )
-            if moe.selection_bias
+            if moe.selection_bias and self.hash_table is None
             else None
         )
         self.sequence_groups, self.data_group = (groups.tp, groups.cp), groups.dp
@@ -128,9 +171,13 @@ class ExpertRouter(nn.Module):
         if self.moe.score == "sparsemixer":
             scores = sparse_mixer_scores(logits, self.moe.jitter)
         else:
-            scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
-        bias = None if self.selection is None else self.selection.values
-        chosen = select_experts(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
+            scores = SCORES[self.moe.score](logits)
+        if self.hash_table is not None:
+            chosen = self.hash_table(tokens)
+        else:
+            bias = None if self.selection is None else self.selection.values
+            choice = self._choice_scores(logits.detach(), scores.detach(), tokens, routing)
+            chosen = select_experts(choice, self.moe, bias)
         if routes is not None:
             chosen = routes.apply_replay(self.layer, chosen, tokens)
         weights = scores.gather(1, chosen)
@@ -185,6 +232,8 @@ class ExpertRouter(nn.Module):
             return p.new_zeros(()), p.new_zeros(())
         table, weight = all_reduce_over_groups(table.to(p.dtype), self.sequence_groups), routing.sequence_weight
         z = (squares / table[:, -1].clamp(min=1)[tokens.row]).sum() * (weight * moe.z_loss)
+        if self.hash_table is not None:  # the loss cannot change the choice
+            return p.new_zeros(()), z
         if moe.aux_loss_scope == "batch":
             whole, weight = all_reduce_over_groups(table.sum(0, keepdim=True), (self.data_group,)), routing.batch_weight
             table = whole.expand_as(table)

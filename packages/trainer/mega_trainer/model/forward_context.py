@@ -237,7 +237,9 @@ class ForwardContext:
         source: encoder side of a decoder with cross attention, or None.
         routes: rollout routing replay (R3) of given or recorded experts, or None.
         query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
-        positions: positions of the tokens int64 [B or 1, S] for the position encoding of an extension, or None.
+        positions: positions of the tokens int64 [B or 1, S] for the position encoding of an extension or
+            compressed attention, or None.
+        tokens: token ids int64 [B, S] of a model whose layers choose experts by them, or None.
         layer_inputs: input of each layer [B, S or S/T, width], or None.
         key_values: {window: (layer, keys, values)} of the layers whose keys and values later layers share.
         images: images with computed features, of which some are added to the outputs of the first layers; else None.
@@ -254,6 +256,7 @@ class ForwardContext:
     routes: RoutingReplay | None = None
     query_scale: Tensor | None = None
     positions: Tensor | None = None
+    tokens: Tensor | None = None
     images: BatchImages | None = None
     layer_inputs: Sequence[Tensor] | None = None
     key_values: dict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=dict)

@@ -110,9 +110,10 @@ class MixtureOfExperts(nn.Module):
         if source is not None and source.token_indices is not None:
             positions = source.token_indices[part]
         row = torch.arange(rows, device=x.device).repeat_interleave(length)
-        fields = [row, positions.repeat(rows), mask.flatten()]
-        row, position, mask = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
-        return RoutedTokens(row, position, mask, rows, length * self.sharers)
+        ids = [] if context.tokens is None else [context.tokens[:, part].flatten()]
+        fields = [row, positions.repeat(rows), mask.flatten(), *ids]
+        row, position, mask, *ids = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
+        return RoutedTokens(row, position, mask, rows, length * self.sharers, *ids)
 
 
 def split_zero_experts(x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:

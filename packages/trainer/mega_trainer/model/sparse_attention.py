@@ -54,6 +54,21 @@ from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_
 KEY_NORM_EPS = 1e-6  # as in transformers, independent of the model's
 
 
+def score_index_keys(q: Tensor, weights: Tensor, k: Tensor, size: int, tp: CommGroup) -> Tensor:
+    """Return the index scores [B, s, S] summed over the index heads of all tensor ranks, in the dtype of the weights.
+    Index queries are [B, s, h, d], their weights [B, s, h], and index keys [B, S, d] of `size` d.
+    """
+    products = q.to(weights.dtype) @ k.to(weights.dtype).transpose(-1, -2).unsqueeze(1)
+    scores = torch.relu(products * size**-0.5)
+    return sum_partial_results((weights.unsqueeze(-2) @ scores).squeeze(-2), tp, sp=False)
+
+
+def select_best_keys(scores: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Return the `count` keys of the largest scores [B, s, S] among those `seen` [B or 1, s, S], as bool [B, s, S]."""
+    best = scores.detach().masked_fill(~seen, float("-inf")).topk(min(count, scores.shape[-1]), -1)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, True) & seen
+
+
 class LightningIndexer(nn.Module):
     """Lightning indexer of sparse attention: narrow index queries, one index key and head weights of each token."""
 
@@ -104,9 +119,7 @@ class LightningIndexer(nn.Module):
 
     def score(self, q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
         """Return the index scores [B, s, S] of all index heads, in at least fp32, summed over the tensor ranks."""
-        products = q.to(weights.dtype) @ k.to(weights.dtype).transpose(-1, -2).unsqueeze(1)
-        scores = torch.relu(products * self.config.head_dim**-0.5)
-        return sum_partial_results((weights.unsqueeze(-2) @ scores).squeeze(-2), self.tp, sp=False)
+        return score_index_keys(q, weights, k, self.config.head_dim, self.tp)
 
     def select(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Return the mask of the tokens that each query attends to, bool [B, s, S].
@@ -114,8 +127,7 @@ class LightningIndexer(nn.Module):
         """
         if self.config.dense:
             return seen.expand_as(scores)
-        best = scores.detach().masked_fill(~seen, float("-inf")).topk(min(self.config.top_k, scores.shape[-1]), -1)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, True) & seen
+        return select_best_keys(scores, seen, self.config.top_k)
 
 
 class SparseLatentAttention(MultiLatentAttention):

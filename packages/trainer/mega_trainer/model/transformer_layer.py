@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_common.errors import ConfigError
-from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_common.layer_kinds import COMPRESSED_MIXERS, FeedForwardKind, MixerKind
 from mega_trainer.model.asymmetric_attention import AsymmetricAttention
 from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
+from mega_trainer.model.compressed_attention import CompressedAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
@@ -70,6 +71,7 @@ MIXERS: Mapping[MixerKind, LayerFactory] = {
     "lightning": LightningAttention,
     "conv": GatedConvolution,
     "hybrid": partial(HybridMixer, attention=_build_attention),
+    **dict.fromkeys(COMPRESSED_MIXERS, CompressedAttention),
 }
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": _build_experts}
 

@@ -148,6 +148,7 @@ class TransformersDecoder(Decoder):
         self,
         positions: Tensor,
         *,
+        tokens: Tensor | None = None,
         attention_mask: AttentionMask | None = None,
         cache: KVCache | None = None,
         dropout: SeededDropout | None = None,

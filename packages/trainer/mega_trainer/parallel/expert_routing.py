@@ -89,6 +89,7 @@ class RoutedTokens:
         row, position: int64 [N], sequence in the micro-batch, and position in the sequence.
         affects_loss_mask: bool [N].
         sequences, length: B and S.
+        token_ids: int64 [N], or None if the forward pass has none.
     """
 
     row: Tensor
@@ -96,6 +97,7 @@ class RoutedTokens:
     affects_loss_mask: Tensor
     sequences: int
     length: int
+    token_ids: Tensor | None = None
 
 
 class RoutedBatch(Protocol):

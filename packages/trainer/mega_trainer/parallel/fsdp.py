@@ -125,7 +125,7 @@ def _reset_saved_buffers(model: nn.Module) -> None:
     """Give the non-trainable tensors that checkpoints contain their initial values, in new memory."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
-            module.values.fill_(module.fill)
+            module.reset_values()
         elif isinstance(module, ModuleWithSavedBuffers) and not getattr(module, "keeps_buffers", False):
             for values, _ in module.saved_buffers():
                 values.zero_()

@@ -171,7 +171,9 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 def is_weight_matrix(parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix or a stack of matrices (of experts or heads), not a bias, norm or decay."""
     names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
-    return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight", ".A_log")) for name in names)
+    return parameter.dim() > 1 and not any(
+        name.endswith((".bias", "norm.weight", ".A_log", ".position_bias")) for name in names
+    )
 
 
 def get_main_grad_writer(weight: Tensor) -> MainGrad | None:
@@ -282,6 +284,10 @@ class NonTrainableBuffer(nn.Module):
         super().__init__()
         self.fill, self.pieces = fill, (TensorPiece.whole_tensor(name, shape),)
         self.register_buffer("values", torch.full(shape, fill, dtype=dtype, device=device))
+
+    def reset_values(self) -> None:
+        """Give the tensor its initial values."""
+        self.values.fill_(self.fill)
 
 
 @runtime_checkable

@@ -16,8 +16,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
-from mega_common.layer_kinds import MixerKind
+from mega_ckpt.canonical_tensors import EXPERT_TABLE, TensorShapes, canonical_tensors
+from mega_common.layer_kinds import COMPRESSED_MIXERS, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
@@ -107,6 +107,8 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
     for name, shape in (canonical_tensors(model) if tensors is None else tensors).items():
+        if name.endswith(EXPERT_TABLE):  # ids, not parameters
+            continue
         within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if within:
             layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
@@ -138,7 +140,8 @@ def _parameter_group(name: str) -> str:
     return (
         "whole"
         if re.search(
-            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_",
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_"
+            r"|^self_attn\.(kv_proj|compressor|indexer\.(kv|gate|position|weights))",
             name,
         )
         else "split"
@@ -267,6 +270,7 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "kda": ("KDA projections", "KDA delta rule"),
     "lightning": ("lightning projections", "lightning scan"),
     "conv": ("convolution projections", "short convolution"),
+    **dict.fromkeys(COMPRESSED_MIXERS, ("attention projections", "attention scores")),
 }
 
 

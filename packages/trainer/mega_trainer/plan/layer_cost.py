@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from mega_common.layer_kinds import LayerKind, MixerKind
+from mega_common.layer_kinds import COMPRESSED_MIXERS, LayerKind, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroughput
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
     compute_mixer_core_flops,
+    count_computed_keys,
     expert_input_width,
     layer_input_shapes,
     list_mixer_projection_shapes,
@@ -249,7 +250,10 @@ class LayerCostModel:
         two gradients.
         """
         for mixer in kind.mixers:
-            yield self._attention_work(index) if mixer == "attention" else self._recurrence_work(mixer)
+            if mixer in COMPRESSED_MIXERS:
+                yield self._compressed_attention_work(mixer)
+            else:
+                yield self._attention_work(index) if mixer == "attention" else self._recurrence_work(mixer)
 
     def _recurrence_work(self, mixer: MixerKind) -> PassWork:
         """Return the work of a chunked recurrence."""
@@ -267,22 +271,35 @@ class LayerCostModel:
         heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
         indexed = model.mla is not None and model.mla.indexer is not None
         unfused = indexed or self.profile.attention == "unfused"  # a mask of selected tokens has no fused kernel
-        pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)
-        if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
-            product = pairs * (q + v) / self.rates.product["bf16"]
-            scores = self.micro_batch_tokens * heads * run.seq_length
-            moved = scores * self.bytes_per_activation / self.rates.memory
-            indexing = self._index_seconds()
-            return {"attention": PassSeconds(product + 6 * moved + indexing, 2 * product + 8 * moved + 2 * indexing)}
+        pairs = 2.0 * self.micro_batch_tokens * heads * visible
+        if unfused:
+            return self._unfused_attention_work(run.seq_length, q + v, self._index_seconds(run.seq_length))
         size, seconds = (q + v) / 2, self.rates.attention_seconds
         return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
 
-    def _index_seconds(self) -> float:
-        """Return the seconds of the index scores of sparse attention, over all pairs of tokens; 0 without an indexer."""
-        indexer = None if self.model.mla is None else self.model.mla.indexer
+    def _unfused_attention_work(self, keys: float, widths: int, indexing: float) -> PassWork:
+        """Return the work of GEMMs of scores and of values, and of the softmax between them, all through memory.
+        `widths` is the sum of a key's and a value's width, `indexing` the seconds of an indexer.
+        """
+        scores = self.micro_batch_tokens * self.model.num_attention_heads / self.run.tp * keys
+        product = 2 * scores * widths / self.rates.product["bf16"]
+        moved = scores * self.bytes_per_activation / self.rates.memory
+        return {"attention": PassSeconds(product + 6 * moved + indexing, 2 * product + 8 * moved + 2 * indexing)}
+
+    def _compressed_attention_work(self, mixer: MixerKind) -> PassWork:
+        """Return the work of attention to tokens and compressed entries, with masks; an indexer has no backward."""
+        section = self.model.compressed
+        assert section is not None
+        keys, index = count_computed_keys(section, mixer, self.run.seq_length)
+        work = self._unfused_attention_work(keys, 2 * self.model.query_key_head_dim, 0.0)["attention"]
+        return {"attention": work.add_seconds(PassSeconds(self._index_seconds(index) if index else 0.0))}
+
+    def _index_seconds(self, keys: float) -> float:
+        """Return the seconds of the index scores of all tokens and `keys`; 0 without an indexer."""
+        indexer = self.model.indexer
         if indexer is None:
             return 0.0
-        scores = self.micro_batch_tokens * self.run.seq_length * indexer.num_heads / self.run.tp
+        scores = self.micro_batch_tokens * keys * indexer.num_heads / self.run.tp
         return 2 * scores * (indexer.head_dim + 1) / self.rates.product["bf16"] + 3 * 4 * scores / self.rates.memory
 
     def _elementwise_work(self, kind: LayerKind) -> PassWork:
@@ -310,7 +327,11 @@ class LayerCostModel:
             gated = 3 * model.num_attention_heads * model.attention_value_dim if has_gate else 0
             normed = (3 if model.qk_norm else 1) * rotated
             return normed + gated, normed + gated * 5 // 3
-        shapes = list_mixer_projection_shapes(model, mixer)[0]
+        shapes, latents = list_mixer_projection_shapes(model, mixer)
+        if mixer in COMPRESSED_MIXERS:  # norm and rotation of queries, rotation of the output, means over windows
+            queries = model.num_attention_heads * model.query_key_head_dim
+            moved = 10 * queries + 4 * sum(out for out, _ in latents[1:])
+            return moved, moved
         if mixer in model.mixers:  # its inputs and outputs, read and written once
             moved = 2 * sum(out for out, _ in shapes)
             return moved, 2 * moved
@@ -445,6 +466,11 @@ class LayerCostModel:
         if run.cp == 1:
             return {}
         ranks = self.interconnect.make_rank_group(run.cp, run.tp)
+        if mixer in COMPRESSED_MIXERS:  # all ranks gather keys and projections of tokens
+            narrow = sum(out for out, _ in list_mixer_projection_shapes(model, mixer)[1][1:])
+            size = self.micro_batch_tokens * run.cp * narrow * self.bytes_per_activation
+            way = self.interconnect.all_gather_seconds(size, ranks)
+            return {"context": PassSeconds(way, way)}
         if mixer != "attention":
             way = self._state_exchange_seconds(mixer, ranks)
             return {"context": PassSeconds(way, way)}

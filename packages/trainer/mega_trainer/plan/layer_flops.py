@@ -10,7 +10,14 @@ from functools import partial
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.extension_block import ExtensionBlock
-from mega_common.layer_kinds import FeedForwardKind, IndexerConfig, MixerKind
+from mega_common.layer_kinds import (
+    COMPRESSED_MIXERS,
+    COMPRESSED_QUERIES,
+    CompressedAttentionConfig,
+    FeedForwardKind,
+    IndexerConfig,
+    MixerKind,
+)
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
@@ -49,6 +56,8 @@ def list_mixer_projection_shapes(
         return [(4 * lightning.inner_size, width), (width, lightning.inner_size)], []
     if mixer == "conv":
         return [(3 * width, width), (width, width)], []
+    if mixer in COMPRESSED_MIXERS and model.compressed:
+        return _compressed_attention_shapes(model, model.compressed, mixer)
     return _attention_shapes(model) if mixer else ([], [])
 
 
@@ -79,6 +88,22 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
         index_heads, size = mla.indexer.num_heads, mla.indexer.head_dim
         split.insert(0, (index_heads * size, mla.q_lora_rank or width))
         latents += [(size, width), (index_heads, width)]
+    return split, latents
+
+
+def _compressed_attention_shapes(
+    model: ModelConfig, section: CompressedAttentionConfig, mixer: MixerKind
+) -> tuple[list[MatrixShape], list[MatrixShape]]:
+    """Return the shapes of the projections of DeepSeek-V4's attention, those of its compressor and indexer included."""
+    width, size, joined = model.hidden_size, model.query_key_head_dim, section.output_groups * section.output_rank
+    queries, rank = model.num_attention_heads * size, section.q_lora_rank
+    split = [(queries, rank), (joined, queries // section.output_groups), (width, joined)]
+    latents = [(rank, width), (size, width)]
+    if mixer != "swa":
+        latents.append(((4 if mixer == "csa" else 2) * size, width))  # values and gates
+    if mixer == "csa" and (indexer := section.indexer):
+        split.insert(0, (indexer.num_heads * indexer.head_dim, rank))
+        latents += [(4 * indexer.head_dim, width), (indexer.num_heads, width)]
     return split, latents
 
 
@@ -124,6 +149,8 @@ def compute_mixer_core_flops(
         return 4 * pairs * lightning.inner_size + 4.0 * lightning.inner_size * lightning.head_dim
     if mixer == "conv":
         return 0.0  # no GEMM
+    if mixer in COMPRESSED_MIXERS and model.compressed:
+        return _compressed_attention_flops(model, model.compressed, mixer, seq_length, causal=causal)
     if model.mla and model.mla.indexer:
         return _sparse_attention_flops(model, model.mla.indexer, seq_length, causal=causal)
     span = min(window or seq_length, seq_length) if model.chunked_window else seq_length
@@ -161,6 +188,41 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
     heads = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
     scored = indexer.kl_loss or (not indexer.dense and seq_length > indexer.top_k)
     return 2 * chosen * heads + (2 * every * indexer.num_heads * (indexer.head_dim + 1) if scored else 0.0)
+
+
+def count_computed_keys(section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int) -> tuple[float, float]:
+    """Return the mean numbers of keys and of index keys that the masked products of DeepSeek-V4's attention have for a query.
+    They are the tokens that any query of a part may attend to and the entries that have ended by its end; index keys are the entries,
+    if some are not selected.
+    """
+    rate = {"csa": section.csa_rate, "hca": section.hca_rate}.get(mixer, seq_length + 1)
+    most = section.indexer.top_k if section.indexer and mixer == "csa" and not section.indexer.dense else seq_length
+    keys = index = 0
+    for first in range(0, seq_length, COMPRESSED_QUERIES):
+        stop = min(first + COMPRESSED_QUERIES, seq_length)
+        entries = stop // rate
+        keys += (stop - first) * (stop - max(0, first + 1 - section.window) + entries)
+        index += (stop - first) * (entries if entries > most else 0)
+    return keys / seq_length, index / seq_length
+
+
+def _compressed_attention_flops(
+    model: ModelConfig, section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int, *, causal: bool
+) -> float:
+    """Return the forward FLOPs per token of DeepSeek-V4's attention and of its indexer's scores.
+    With `causal` they are over the tokens of the window and the selected entries, as a sparse kernel computes them; without, as the
+    masked products do. There are no index scores if all entries are selected.
+    """
+    keys, index = count_computed_keys(section, mixer, seq_length)
+    indexer = section.indexer if mixer == "csa" else None
+    if causal:
+        rate = {"csa": section.csa_rate, "hca": section.hca_rate}.get(mixer, seq_length + 1)
+        most = indexer.top_k if indexer and not indexer.dense else seq_length
+        ended = [token // rate for token in range(1, seq_length + 1)]
+        index = sum(ended) / seq_length if index else 0.0
+        keys = mean_visible_keys(section.window, seq_length) + sum(min(each, most) for each in ended) / seq_length
+    scores = 2 * index * indexer.num_heads * (indexer.head_dim + 1) if indexer else 0.0
+    return 4 * keys * model.num_attention_heads * model.query_key_head_dim + scores
 
 
 def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:

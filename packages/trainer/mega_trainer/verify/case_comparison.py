@@ -34,10 +34,12 @@ BoxesByName = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # name: 
 
 
 def assemble_tensor(held: ShardedTensor) -> Tensor:
-    """Return a whole tensor assembled from slices that ranks hold; NaN in elements that no rank holds."""
-    first = held.boxes[0].tensor
-    out = first.new_full(held.shape, float("nan"))
-    for box in held.boxes:
+    """Return a whole floating-point tensor assembled from slices that ranks hold; NaN in elements that no rank holds."""
+    boxes = [
+        box if box.tensor.is_floating_point() else TensorBox(box.offset, box.tensor.double()) for box in held.boxes
+    ]
+    out = boxes[0].tensor.new_full(held.shape, float("nan"))
+    for box in boxes:
         copy_overlap(TensorBox((0,) * out.dim(), out), box)
     return out
 

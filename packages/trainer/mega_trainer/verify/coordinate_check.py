@@ -195,7 +195,9 @@ def _record_activations(trainer: CaseTrainer) -> dict[str, Tensor]:
     handles = [module.register_forward_hook(_make_hook(found, name)) for name, module in _list_modules(model)]
     batch = trainer.make_micro_batches(0)[0][0]
     positions = torch.arange(batch.tokens.shape[1])[None]
-    states = model(model.embed_inputs(batch.tokens, positions), model.make_forward_context(positions))
+    states = model(
+        model.embed_inputs(batch.tokens, positions), model.make_forward_context(positions, tokens=batch.tokens)
+    )
     for handle in handles:
         handle.remove()
     return {**found, LOGITS: model.compute_logits(states).double()}

@@ -9,6 +9,7 @@ than usual, so that attention is not uniform and no gradient is too small to sho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
         where = (
             (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
         )
-        found.setdefault((kind, where, model.shares_keys(layer)), layer)
+        found.setdefault((kind, where, model.shares_keys(layer), model.is_hash_layer(layer)), layer)
     return list(found.values())
 
 
@@ -190,7 +191,10 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
         fields["moe"] = {**fields["moe"], **_shrink_experts(model.moe)}
         if model.layers is None and model.moe.layers is not None:
             fields["moe"]["layers"] = fields.pop("_moe_layers")
-    fields.pop("_moe_layers", None)
+        if model.moe.hash_layers is not None:
+            fields["moe"]["hash_layers"] = fields.pop("_hash_layers")
+    for key in ("_moe_layers", "_hash_layers"):
+        fields.pop(key, None)
     if model.vision is not None:
         fields["vision"] = _shrink_vision(model.vision)
     for section, shrunk in _shrink_sections(model).items():
@@ -215,6 +219,7 @@ def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -
     for key in ("full_attention_layers", "no_rope_layers"):
         if key in fields and fields[key] is not None:
             found[key] = [layer for layer, source in enumerate(chosen) if source in fields[key]]
+    found["_hash_layers"] = [layer for layer, source in enumerate(chosen[:layers]) if model.is_hash_layer(source)]
     found["_moe_layers"] = [layer for layer, source in enumerate(chosen) if model.is_moe_layer(source)]
     if model.encoder is not None:
         found["encoder"] = {**fields["encoder"], "num_layers": layers // 2, "start_token": 0}
@@ -261,6 +266,14 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
             found["mla"]["indexer"] = {**indexer.model_dump(), **sizes}
         kept = ("norm_eps", "latent_norm", "scaled_latents")
         found["mla"] |= {name: getattr(model.mla, name) for name in kept}
+    elif section := model.compressed:
+        size, rotated = _choose_head_size(model, heads)
+        sizes = {"q_lora_rank": 20, "window": 4, "output_rank": 6, "csa_rate": 2, "hca_rate": 3}
+        found |= {"head_dim": size, "compressed": section.model_dump() | sizes}
+        found["compressed"]["output_groups"] = math.gcd(heads, shrink_count(section.output_groups))
+        if indexer := section.indexer:
+            sizes = {"num_heads": shrink_count(indexer.num_heads), "head_dim": max(6, rotated), "top_k": 3}
+            found["compressed"]["indexer"] = {**indexer.model_dump(), **sizes}
     else:
         size, rotated = _choose_head_size(model, heads)
         if model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size:
