@@ -11,9 +11,8 @@ many the planner says to fit, as they did: a source that leaves recomputation op
 SWEEP.csv is nanotron's table of all layouts that it tried (bench_final2_mfu2.csv of the repository gkarfakis19/Rapid-LLM,
 folder validation_scripts/huggingface_data): for each model and number of GPUs with at least five measured layouts, the place of
 the one with most tokens per second in the predicted order, and how many layouts are rightly said to fit or to run out of memory.
-Nothing was fitted on it but the search's margin for memory, on 14 runs of the same trainer. With it each search is repeated on a
-machine with the network that the sweep's own all-reduce test found, and it is told what the sweep measured of the layout that the
-search puts first.
+Nothing was fitted on it but the search's margin for memory, on 14 runs of the same trainer. With it the rows of its models also have
+what the sweep measured of the layout that the search puts first.
 
 With --times instead how long searches of large models take, on one core.
 """
@@ -41,22 +40,19 @@ from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout_settings, plan_layout
-from mega_trainer.plan.machine import Interconnect, MachineSpec, load_default_efficiencies, load_machine
+from mega_trainer.plan.machine import load_default_efficiencies, load_machine
 from mega_trainer.plan.other_trainer_memory import TrainerName
 from mega_trainer.plan.other_trainers import OTHER_TRAINERS, SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun
 from mega_trainer.plan.training_layout import TrainingLayout
 
 NEAR, SAME = 1.03, 1e-6
-NETWORK = "with the measured network"
 LEAST_TRIED = 5  # measured layouts of a list
 SIZES = {  # of nanotron's models by billions of parameters: layers, width, feed-forward width, heads
     "1.34": (16, 2048, 8192, 32), "3.57": (28, 3072, 8192, 32), "8.86": (32, 4096, 14_336, 32), "80.0": (80, 8192, 28_672, 64),
 }  # fmt: skip
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
 MOST = 512  # GPUs
-# GB/s of each GPU in the all-reduce test that the sweep ran before each of its runs: medians by number of nodes of 8 GPUs.
-MEASURED_NETWORK = {2: 42.6, 4: 20.1, 8: 11.9, 16: 6.6, 32: 3.4, 64: 1.6}
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
 LARGE = [
     ("llama3-8b-8", 8),
@@ -85,16 +81,6 @@ def trainer_of(run: Published, predictor: Predictor) -> OtherTrainer:
     constants = json.loads((Path(__file__).parent / "results" / "plan_time.json").read_text())["results"]["constants"]
     trainer = replace(OTHER_TRAINERS[name], profile=predictor.planned(run, constants).cost_model.profile)
     return replace(trainer, recompute=("none", "full")) if "dgxc" in run.source else trainer
-
-
-def with_measured_network(machine: MachineSpec, gpus: int) -> MachineSpec:
-    """An H100 machine with the network that the sweep's test found on so many GPUs."""
-    measured = MEASURED_NETWORK.get(gpus // machine.ranks_per_node)
-    return (
-        machine
-        if measured is None
-        else machine.model_copy(update={"networks_gb_s": {"measured": measured / machine.achieved_efficiency.network}})
-    )
 
 
 def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
@@ -175,36 +161,34 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
                     model, alone, machine, machine.achieved_efficiency, nanotron.profile
                 )
             planned = bases[row["num_params"]].with_training_layout(run)
-            network = Interconnect.from_machine(
-                with_measured_network(load_machine("h100"), dp * tp * pp), load_machine("h100").achieved_efficiency
-            )
-            slower = replace(planned, cost_model=replace(planned.cost_model, interconnect=network))
             lists[f"{row['num_params']}B", dp * tp * pp].append(
                 {
                     "layout": f"dp {dp} tp {tp} pp {pp} micro {micro} zero {zero}",
                     "rate": float(row["tok/s/gpu"]) if row["status"] == "Success" else 0.0,
                     "seconds": planned.predict_step_time().seconds,
-                    "seconds, measured network": slower.predict_step_time().seconds, "memory": most_memory(model, run, nanotron),
+                    "memory": most_memory(model, run, nanotron),
                 }
             )  # fmt: skip
     return lists
 
 
-def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float, by: str = "seconds") -> dict[str, Any]:
+def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> dict[str, Any]:
     """How well the predicted order of each list finds its fastest layout, and how many are rightly said to fit."""
     rows, every = [], [layout for layouts in lists.values() for layout in layouts]
     for (model, gpus), layouts in sorted(lists.items()):
         ran = [layout for layout in layouts if layout["rate"]]
-        fitting = sorted((each for each in ran if SEARCH_MARGIN * each["memory"] <= limit), key=lambda each: each[by])
+        fitting = sorted(
+            (each for each in ran if SEARCH_MARGIN * each["memory"] <= limit), key=lambda each: each["seconds"]
+        )
         if len(ran) < LEAST_TRIED or not fitting:
             continue
         best = max(ran, key=lambda layout: layout["rate"])
-        faster = sum(layout[by] < (1 - SAME) * best[by] for layout in fitting)
+        faster = sum(layout["seconds"] < (1 - SAME) * best["seconds"] for layout in fitting)
         first = fitting[0]
         rows.append(
             {
                 "model": model, "gpus": gpus, "ran": len(ran), "best": best["layout"], "faster_layouts": faster,
-                "near": faster < 3 or first[by] / best[by] >= 1 / NEAR, "first": first["layout"],
+                "near": faster < 3 or first["seconds"] / best["seconds"] >= 1 / NEAR, "first": first["layout"],
                 "first_slower": best["rate"] / first["rate"] - 1,
                 "best_of_three_slower": best["rate"] / max(layout["rate"] for layout in fitting[:3]) - 1,
             }
@@ -250,11 +234,6 @@ def main() -> None:
         if lists and run.source == SWEEP:
             own = lists[run.row["model"].removeprefix("Llama-like-"), run.gpus]
             rows[-1]["the sweep had of the first"] = measured_of(rows[-1]["layout"], own)
-            other = compared(replace(run, machine=with_measured_network(run.machine, run.gpus)), like)
-            keys = ("search", "search_seconds", "published_seconds", "ratio", "faster_layouts", "near", "layout")
-            rows[-1][NETWORK] = {key: other[key] for key in keys}
-            rows[-1][NETWORK]["the sweep had of the first"] = measured_of(other["layout"], own)
-        print(rows[-1], flush=True)
     near = [row["near"] for row in rows if "near" in row]
     fit = by_maker(runs, predictor)
     summary: dict[str, Any] = {
@@ -263,18 +242,7 @@ def main() -> None:
         "published runs that are said to fit": fit,
     }  # fmt: skip
     if options.sweep:
-        limit = load_machine("h100").usable_memory_bytes
-        summary["sweep"] = ranked(lists, limit)
-        slower = ranked(lists, limit, "seconds, measured network")
-        kept = (
-            "lists",
-            "best among the first three, or within 3 %",
-            "median loss of the best of the first three",
-            "rows",
-        )
-        summary["sweep, measured network"] = {key: slower[key] for key in kept}
-        theirs = [row[NETWORK]["near"] for row in rows if NETWORK in row]
-        summary["of nanotron's, near with the measured network"] = f"{sum(theirs)} of {len(theirs)}"
+        summary["sweep"] = ranked(lists, load_machine("h100").usable_memory_bytes)
     print(json.dumps(summary, indent=1))
     print(record.write("plan_search", {**summary, "rows": rows}))
 

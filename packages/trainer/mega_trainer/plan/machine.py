@@ -135,7 +135,8 @@ class MachineSpec(StrictConfig):
         name, watts = REFERENCE_GPUS[self.generation]
         reference_peak = find_peak_flops(name, "bf16")
         assert reference_peak is not None
-        return (self.power_w / watts) ** exponent * reference_peak / self.get_peak_flops("bf16")
+        sustained: float = (self.power_w / watts) ** exponent
+        return sustained * reference_peak / self.get_peak_flops("bf16")
 
     def supports_precision(self, precision: str) -> bool:
         """Return whether the GPU has GEMMs in `precision`."""
