@@ -23,7 +23,7 @@ Counts = dict[str, dict[str, int]]
 
 
 def cases() -> dict[str, LayoutCase]:
-    """Every model in bf16, uncompiled, and a dense one in the other precisions and with recomputation."""
+    """Every model in bf16, uncompiled, and a dense one in the other precisions, with recomputation and with CUDA graphs."""
     dense = {"precision": "bf16", "micro": 4}
     found = {name: case(name, 1, **dense) for name in MODELS}
     found |= {
@@ -34,6 +34,9 @@ def cases() -> dict[str, LayoutCase]:
         "dense, fp16": case("dense", 1, precision="fp16", micro=4),
         "dense, Muon": case("dense", 1, **dense, optimizer="muon"),
     }
+    for graphs in ("off", "layers"):
+        one = case("dense", 1, layers=8, precision="bf16", micro=1, closed=False, sections={"cuda_graphs": graphs})
+        found[f"dense, 8 layers, CUDA graphs {graphs}"] = one
     for recipe in ("tensorwise", "rowwise", "blockwise"):
         one = eight_bits.case(recipe, 1, {}, wide=False, micro=2)
         found[f"FP8 {recipe}"] = replace(one, model={key: value for key, value in one.model.items() if key != "moe"})

@@ -25,10 +25,21 @@
 
 /* ---------------------------------------------------------------- counters, for null_gpu_count */
 
-enum { LAUNCHES, WAITS, ALLOCATIONS, COPIES_TO_HOST, COLLECTIVES, COUNTERS };
+enum { LAUNCHES, WAITS, ALLOCATIONS, COPIES_TO_HOST, COLLECTIVES, GRAPHED, COUNTERS };
 static long counters[COUNTERS];
 
+/* The stream that is captured, if one is, and the graph that is made: what would be launched is a node of it. */
+typedef struct {
+  long kernels;
+} Graph;
+static cudaStream_t captured;
+static Graph *capturing;
+
 int null_gpu_add(int which) {
+  if (capturing && (which == LAUNCHES || which == COLLECTIVES)) {
+    __atomic_add_fetch(&capturing->kernels, 1, __ATOMIC_RELAXED);
+    return 0;
+  }
   __atomic_add_fetch(&counters[which], 1, __ATOMIC_RELAXED);
   return 0;
 }
@@ -202,6 +213,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
   Range source = find_range(from, 1, 0), target = find_range(to, 1, 0);
   int from_device = source.start && source.device != HOST, to_device = target.start && target.device != HOST;
+  if (capturing && from_device && !to_device && !target.start) return fail(cudaErrorStreamCaptureUnsupported);
   if (!from_device && !to_device) memcpy(to, from, bytes);
   if (from_device && !to_device) null_gpu_add(COPIES_TO_HOST), memset(to, 0, bytes);
   return cudaSuccess;
@@ -324,19 +336,53 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { retur
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) { return *out = null_gpu_handle(), cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *out) { return *out = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out) { return *out = 0, cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *out) {
+  return *out = capturing && stream == captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
+}
 cudaError_t cudaStreamGetCaptureInfo(
     cudaStream_t stream, enum cudaStreamCaptureStatus *out, unsigned long long *id, cudaGraph_t *graph,
     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *size) {
-  if (id) *id = 0;
-  return *out = cudaStreamCaptureStatusNone, cudaSuccess;
+  if (id) *id = (unsigned long long)capturing;
+  if (graph) *graph = (cudaGraph_t)capturing;
+  if (size) *size = 0;
+  return cudaStreamIsCapturing(stream, out);
 }
+
+/* Graphs: a capture counts what is launched, a launch of the graph is one. */
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+  if (capturing || !stream) return fail(cudaErrorStreamCaptureUnsupported);
+  captured = stream;
+  capturing = calloc(1, sizeof *capturing);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
+  if (!capturing || stream != captured) return fail(cudaErrorStreamCaptureUnmatched);
+  *out = (cudaGraph_t)capturing;
+  capturing = NULL;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+  return *count = ((Graph *)graph)->kernels, cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+  Graph *copy = malloc(sizeof *copy);
+  *copy = *(Graph *)graph;
+  return *out = (cudaGraphExec_t)copy, cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  __atomic_add_fetch(&counters[GRAPHED], ((Graph *)graph)->kernels, __ATOMIC_RELAXED);
+  return null_gpu_add(LAUNCHES);
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return free(graph), cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return free(graph), cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t *out) { return *out = null_gpu_handle(), cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) { return *out = null_gpu_handle(), cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *out, cudaEvent_t start, cudaEvent_t end) { return *out = 1, cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return null_gpu_add(WAITS); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return capturing && stream == captured ? fail(cudaErrorStreamCaptureUnsupported) : null_gpu_add(WAITS);
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return null_gpu_add(WAITS); }
-cudaError_t cudaDeviceSynchronize(void) { return null_gpu_add(WAITS); }
+cudaError_t cudaDeviceSynchronize(void) { return capturing ? fail(cudaErrorStreamCaptureUnsupported) : null_gpu_add(WAITS); }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) { return function(data), cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {

@@ -4,15 +4,22 @@ of which these are the first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+from deepep_twin import deepep_twin
 from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
+from mega_trainer.verify.case_comparison import (
+    CaseVerdict,
+    RankFindings,
+    compare_cases_with_one_process,
+    merge_findings_by_case,
+)
 from mega_trainer.verify.layout_case import LayoutCase
 
 # one case in so many of a table; `make test-long` runs all of it
@@ -337,6 +344,27 @@ def test_an_expert_exchange_beside_another_micro_batch() -> None:
         for name, ranks, parallel, again in shapes
     ]
     assert not problems(cases, 4)
+
+
+def compare_with_deepep(cases: list[LayoutCase]) -> Iterator[RankFindings | None]:
+    """Each case, whose exchange is that of DeepEP's stand-in, against one process; on this rank."""
+    with deepep_twin():
+        yield from compare_cases_with_one_process(cases)
+
+
+def test_an_exchange_by_deepep_alone_and_beside_another_micro_batch() -> None:
+    shapes: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+        ("moe", 2, {"ep": 2}, {"kind": "selective", "modules": ["norm", "activation", "moe"]}),
+        ("moe", 4, {"tp": 2, "sp": True, "ep": 4, "zero": 2, "overlap_expert_exchange": True}, {}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2, "schedule": "dualpipev", "overlap_expert_exchange": True}, {}),
+        ("moe", 4, {"pp": 2, "ep": 2, "dispatch_bound": 2.0, "overlap_expert_exchange": True}, {"kind": "full"}),
+    ]  # fmt: skip
+    cases = [
+        case(name, ranks, layers=4, parallel={**parallel, "dispatch": "deepep"}, micro=1, recompute=again)
+        for name, ranks, parallel, again in shapes
+    ]
+    verdicts = merge_findings_by_case(cases, run_ranks(compare_with_deepep, 4, cases, timeout=280))
+    assert not [problem for one in verdicts if (problem := one.describe_problem(1e-10))]
 
 
 @pytest.mark.long

@@ -159,7 +159,7 @@ OVERLAP = {"ep": 2, "overlap_expert_exchange": True}
     ("parallel", "says"),
     [
         ({"ep": 1}, "requires expert parallelism (parallel.ep or parallel.expert_tp > 1)"),
-        ({"dispatch": "deepep"}, "requires parallel.dispatch = alltoall"),
+        ({"dispatch": "nvshmem", "dispatch_bound": 2.0}, "requires parallel.dispatch = alltoall or deepep"),
         ({"zero": 3}, "requires parallel.zero < 3"),
         ({"pp": 2, "schedule": "zb-h1"}, "requires parallel.schedule = 1f1b or dualpipev"),
     ],
@@ -167,7 +167,8 @@ OVERLAP = {"ep": 2, "overlap_expert_exchange": True}
 def test_an_exchange_that_cannot_be_hidden(parallel: dict[str, Any], says: str) -> None:
     text = error_message(run(model={"moe": MOE}, parallel=OVERLAP | parallel))
     assert f"parallel.overlap_expert_exchange = True: {says}" in text
-    RunConfig.parse(run(model={"moe": MOE}, parallel=OVERLAP))
+    for dispatch in ("alltoall", "deepep"):
+        RunConfig.parse(run(model={"moe": MOE}, parallel=OVERLAP | {"dispatch": dispatch}))
 
 
 def test_an_exchange_is_hidden_under_another_micro_batch() -> None:

@@ -223,6 +223,7 @@ CASES: list[list[str]] = [
     [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
     ["parallel.zero=2", "parallel.zero3_gather=step"],
+    ["cuda_graphs=layers", "parallel.zero=2", "precision=fp8"],
     [MOE, "parallel.overlap_expert_exchange=true"],
     ["optimizer.name=adamw8bit", "precision=fp64"],
     ["optimizer.name=adamw8bit", "fault.hash_every=5"],

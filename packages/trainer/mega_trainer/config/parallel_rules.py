@@ -244,7 +244,7 @@ class ParallelRules:
             return
         needs = {
             "expert parallelism (parallel.ep or parallel.expert_tp > 1)": parallel.ep * parallel.expert_tp > 1,
-            "parallel.dispatch = alltoall": parallel.dispatch == "alltoall",
+            "parallel.dispatch = alltoall or deepep": parallel.dispatch in ("alltoall", "deepep"),
             "parallel.schedule = 1f1b or dualpipev": parallel.schedule in ("1f1b", "dualpipev"),
             "parallel.zero < 3": parallel.zero < 3,
         }

@@ -29,6 +29,7 @@ from mega_common.strict_config import (
 from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
+from mega_trainer.config.cuda_graph_rules import find_cuda_graph_problems
 from mega_trainer.config.extensions import (
     ExtensionRegistry,
     add_block_declarations,
@@ -95,6 +96,11 @@ class RunConfig(StrictConfig):
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description="compile elementwise and row-wise operations; auto: on a GPU"
+    )
+    cuda_graphs: Literal["auto", "layers", "off"] = Field(
+        "off",
+        description="layers: launch the kernels of a layer of attention and MLP as one CUDA graph, in the forward and in the "
+        "backward; auto: if the run allows it",
     )
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
@@ -341,6 +347,7 @@ class RunConfig(StrictConfig):
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_parallel_degree_problems()
         yield from find_zero_problems(parallel, lora)
+        yield from find_cuda_graph_problems(self)
         yield from find_comm_overlap_problems(
             parallel, self.precision, self.kernels.linear, ordered=self.debug.ordered_reductions
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ from mega_common.errors import ConfigError
 from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
+from mega_trainer.config.cuda_graph_rules import list_graphed_layers, list_unmet_graph_needs
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
@@ -47,6 +49,7 @@ from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, R
 from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_graphs import graph_layers
 from mega_trainer.optim.adamw import AdamWUpdateRule
 from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
@@ -71,6 +74,8 @@ from mega_trainer.pipeline.schedules import PipelineSchedule, make_pipeline_sche
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.zero3_memory import count_zero3_unit_layers
+
+logger = logging.getLogger(__name__)
 
 
 def connect_parallel_groups(
@@ -101,17 +106,21 @@ def connect_parallel_groups(
 
 
 def build_expert_dispatcher(
-    config: RunConfig, groups: ParallelGroups, leaves: FusibleFunctionCompiler
+    config: RunConfig,
+    groups: ParallelGroups,
+    leaves: FusibleFunctionCompiler,
+    interleaver: PassInterleaver | None = None,
 ) -> ExpertDispatcher | None:
     """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
     Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
+    An `interleaver` runs another pass before a wait of DeepEP's exchange.
     """
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
     bound = parallel.dispatch_bound
     if parallel.dispatch == "deepep":
-        return DeepEpDispatcher(moe.num_experts, groups.ep, bound)
+        return DeepEpDispatcher(moe.num_experts, groups.ep, bound, interleaver=interleaver)
     assert bound is not None
     if parallel.dispatch == "te":
         return TransformerEngineDispatcher(moe.num_experts, groups.ep, bound)
@@ -140,6 +149,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         )
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
+        fp8=config.precision == "fp8",
     )
     parts = {
         "mamba": ("conv", "scan"),
@@ -184,12 +194,13 @@ def make_layer_builder(
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
+    interleaver = PassInterleaver() if config.parallel.overlap_expert_exchange else None
     return LayerBuilder(
         config.model, groups, cast("Kernels", ExtensionKernels(kernels, added)) if added else kernels, leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
         overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
-        dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
-        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=get_compute_dtype(config), device=device,
+        dispatcher=build_expert_dispatcher(config, groups, leaves, interleaver), dispatch_bound=config.parallel.dispatch_bound,
+        interleaver=interleaver, dtype=get_compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=list_quantized_tensor_names(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
@@ -205,6 +216,24 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
         parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages,
         pairs_passes=parallel.overlap_expert_exchange,
     )  # fmt: skip
+
+
+def choose_graphed_layers(config: RunConfig, device: torch.device) -> list[int]:
+    """Return the numbers of the layers that are to be CUDA graphs on this device; log why there are none, if asked for.
+
+    Raises:
+        ConfigError: when `cuda_graphs` is `layers` and the device is no GPU.
+    """
+    if config.cuda_graphs == "off":
+        return []
+    gpu = device.type == "cuda"
+    if not gpu and config.cuda_graphs == "layers":
+        raise ConfigError(f"cuda_graphs = layers requires a GPU, found {device}", hint="set cuda_graphs=auto or off")
+    unmet = list_unmet_graph_needs(config) if gpu else ["a GPU"]
+    chosen = [] if unmet else list_graphed_layers(config)
+    state = "off: requires " + "; ".join(unmet) if unmet else f"{len(chosen)} of {config.model.num_layers} layers"
+    logger.info("CUDA graphs: %s", state)
+    return chosen
 
 
 def build_pipeline_stages(
@@ -234,6 +263,7 @@ def build_pipeline_stages(
         else None
     )
     build = replace(build, by_layer=make_fp8_kernels(config, build.device, build.leaves))
+    graphed = choose_graphed_layers(config, build.device)
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
@@ -245,6 +275,7 @@ def build_pipeline_stages(
         own = replace(build, deferred=DeferredWgradQueue()) if schedule.splits_backward else build
         stages[index] = (stage_class or select_model_class(config.model))(own, part, recompute, offload)
         freeze_parameters(stages[index], config.is_trainable)
+        graph_layers(stages[index].layers, graphed)
     if not any(is_trainable(parameter) for stage in stages.values() for parameter in stage.parameters()):
         raise ConfigError(
             "train.freeze must leave trainable weights on each pipeline rank, found none in layers "

@@ -62,7 +62,7 @@ GenerationCheck = Callable[[LayoutCase], "tuple[float, str] | str"]
 
 @dataclass(frozen=True)
 class VerifyCheckRow:
-    """Result of one check.
+    """Result of one check of `mega verify`.
 
     Attributes:
         check: "layout", "restore", "chunk size", "bf16", "kernel" or "generation".
