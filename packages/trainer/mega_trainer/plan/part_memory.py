@@ -167,7 +167,7 @@ def _matrix_shapes(parameters: Sequence[nn.Parameter]) -> tuple[MatrixShape, ...
     pieces = [
         piece for p in reversed(parameters) if is_hidden_matrix(p) for piece in get_parameter_info(p).gathered_pieces
     ]
-    return tuple((math.prod(piece.shape[:-2]), *piece.global_shape[-2:]) for piece in pieces)
+    return tuple((math.prod(piece.shape[:-2]), piece.global_shape[-2], piece.global_shape[-1]) for piece in pieces)
 
 
 class PartMemoryCounter:
