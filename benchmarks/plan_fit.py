@@ -74,6 +74,7 @@ class Predictor:
         self.runs, self.base = runs, base
         self.plans: dict[int, PlannedRun] = {}
         self.waits: dict[int, float] = {}
+        self.known: dict[tuple[int, str], float] = {}  # seconds by run and the constants that concern it
 
     def planned(self, run: Published, constants: Constants) -> PlannedRun:
         """A run by those constants."""
@@ -103,6 +104,13 @@ class Predictor:
     def seconds(self, run: Published, constants: Constants) -> float:
         """Of a step."""
         planned = self.planned(run, constants)
+        cost_model = planned.cost_model
+        key = id(run), repr((cost_model.interconnect, cost_model.rates, cost_model.profile))
+        if key not in self.known:
+            self.known[key] = self._predict_seconds(run, planned)
+        return self.known[key]
+
+    def _predict_seconds(self, run: Published, planned: PlannedRun) -> float:
         quick = planned.predict_minimum_time()
         busy = quick.seconds - quick.parts.get("pipeline bubble", 0.0)
         if run.run.pp == 1:

@@ -11,7 +11,8 @@ many the planner says to fit, as they did: a source that leaves recomputation op
 SWEEP.csv is nanotron's table of all layouts that it tried (bench_final2_mfu2.csv of the repository gkarfakis19/Rapid-LLM,
 folder validation_scripts/huggingface_data): for each model and number of GPUs with at least five measured layouts, the place of
 the one with most tokens per second in the predicted order, and how many layouts are rightly said to fit or to run out of memory.
-Nothing was fitted on it.
+Nothing was fitted on it but the search's margin for memory, on 14 runs of the same trainer. With it the rows of its models also have
+what the sweep measured of the layout that the search puts first.
 
 With --times instead how long searches of large models take, on one core.
 """
@@ -24,7 +25,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout_settings, plan_layout
 from mega_trainer.plan.machine import load_default_efficiencies, load_machine
 from mega_trainer.plan.other_trainer_memory import TrainerName
-from mega_trainer.plan.other_trainers import OTHER_TRAINERS, OtherTrainer
+from mega_trainer.plan.other_trainers import OTHER_TRAINERS, SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -96,6 +97,9 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
     found = find_best_layouts(config, run.gpus, run.machine, like=like)
     told |= {"like": like.name, "measured_seconds": run.seconds, "took": time.process_time() - start}
     told |= {"search": format_layout_settings(found[0].settings), "search_seconds": found[0].time.seconds}
+    first = {path.rpartition(".")[2]: value for path, value in found[0].settings.items()}
+    told["layout"] = " ".join(f"{key} {first[key]}" for key in ("dp", "tp", "pp", "micro", "zero") if key in first)
+    told["layout"] += " recompute" * (first["recompute"]["kind"] != "none")
     theirs = plan_layout(config, list_layout_settings(run.run), run.gpus, run.machine, like=like)
     if theirs is None:
         return told | {"published": "not legal here"}
@@ -106,6 +110,14 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
         "published_fits": theirs.memory <= run.machine.usable_memory_bytes, "faster_layouts": len(faster),
         "near": len(faster) < 3 or ratio >= 1 / NEAR, "difference": explain_layout_time(theirs, found[0]),
     }  # fmt: skip
+
+
+def measured_of(layout: str, tried: Sequence[Mapping[str, Any]]) -> str:
+    """What the sweep measured of a layout, beside its best."""
+    found = max((each["rate"] for each in tried if each["layout"] == layout), default=None)
+    if found is None:
+        return "not tried"
+    return f"{found / max(each['rate'] for each in tried) - 1:+.1%} of the fastest" if found else "out of memory"
 
 
 def said_to_fit(run: Published, like: OtherTrainer) -> bool:
@@ -153,7 +165,8 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
                 {
                     "layout": f"dp {dp} tp {tp} pp {pp} micro {micro} zero {zero}",
                     "rate": float(row["tok/s/gpu"]) if row["status"] == "Success" else 0.0,
-                    "seconds": planned.predict_step_time().seconds, "memory": most_memory(model, run, nanotron),
+                    "seconds": planned.predict_step_time().seconds,
+                    "memory": most_memory(model, run, nanotron),
                 }
             )  # fmt: skip
     return lists
@@ -164,7 +177,9 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
     rows, every = [], [layout for layouts in lists.values() for layout in layouts]
     for (model, gpus), layouts in sorted(lists.items()):
         ran = [layout for layout in layouts if layout["rate"]]
-        fitting = sorted((each for each in ran if each["memory"] <= limit), key=lambda each: each["seconds"])
+        fitting = sorted(
+            (each for each in ran if SEARCH_MARGIN * each["memory"] <= limit), key=lambda each: each["seconds"]
+        )
         if len(ran) < LEAST_TRIED or not fitting:
             continue
         best = max(ran, key=lambda layout: layout["rate"])
@@ -212,10 +227,13 @@ def main() -> None:
         return
     runs = [run for run in published(options.runs) if run.machine.generation in ("hopper", "ampere", "blackwell")]
     predictor = Predictor(runs, load_default_efficiencies())
-    rows = []
+    rows, lists = [], tried(options.sweep) if options.sweep else {}
     for run in swept(options.runs):
-        rows.append(compared(run, trainer_of(run, predictor)))
-        print(rows[-1], flush=True)
+        like = trainer_of(run, predictor)
+        rows.append(compared(run, like))
+        if lists and run.source == SWEEP:
+            own = lists[run.row["model"].removeprefix("Llama-like-"), run.gpus]
+            rows[-1]["the sweep had of the first"] = measured_of(rows[-1]["layout"], own)
     near = [row["near"] for row in rows if "near" in row]
     fit = by_maker(runs, predictor)
     summary: dict[str, Any] = {
@@ -224,7 +242,7 @@ def main() -> None:
         "published runs that are said to fit": fit,
     }  # fmt: skip
     if options.sweep:
-        summary["sweep"] = ranked(tried(options.sweep), load_machine("h100").usable_memory_bytes)
+        summary["sweep"] = ranked(lists, load_machine("h100").usable_memory_bytes)
     print(json.dumps(summary, indent=1))
     print(record.write("plan_search", {**summary, "rows": rows}))
 

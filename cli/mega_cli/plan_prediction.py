@@ -163,9 +163,8 @@ def format_speed_prediction(prediction: Mapping[str, Any]) -> list[str]:
         *_format_fitting(prediction),
     ]
     if "hours" in prediction:
-        lines.append(
-            f"  {format_with_decimal_unit(prediction['tokens'])} tokens   {format_training_budget(prediction)}"
-        )
+        amount = f"{format_with_decimal_unit(prediction['tokens'])} tokens"
+        lines.append(f"  {amount:<15}{format_training_budget(prediction)}")
         lines += [f"  over budget    {text}" for text in prediction["exceeds"]]
     for change in prediction["faster"]:
         settings = " ".join(f"--set {setting}" for setting in change["settings"])

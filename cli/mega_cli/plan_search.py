@@ -24,7 +24,7 @@ HTML_LAYOUTS = 16  # layouts of a search in the HTML page
 MOST_RANKS = 16_384  # largest job that a budget is searched for
 # Words of a layout as it is printed, by settings of run.yaml.
 WORDS = {
-    "micro": "batch.micro", "activations": "offload.activations", "recompute": "recompute.kind", "precision": "precision",
+    "micro": "batch.micro", "offloaded_layers": "offload.activations", "recompute": "recompute.kind", "precision": "precision",
     **{name: f"parallel.{name}" for name in ("tp", "sp", "pp", "virtual_stages", "schedule", "cp", "cp_kind", "ep", "expert_tp",
                                              "dp", "zero", "zero3_shard")},
 }  # fmt: skip

@@ -25,6 +25,7 @@ from mega_trainer.doctor.check_result import (
 from mega_trainer.doctor.examination import Examination
 from mega_trainer.doctor.machine_fit import fit_machine_spec
 from mega_trainer.doctor.training_checks import list_parity_cases
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import make_training_layout
@@ -138,6 +139,13 @@ def test_measured_speeds_become_shares_of_a_known_machine() -> None:
     assert shares.hop == pytest.approx(5e-6)  # an all-reduce passes each of eight ranks twice
     assert shares.attention == h100.achieved_efficiency.attention  # was not measured
     assert spec.model_copy(update={"efficiency": None}) == h100
+
+
+def test_a_fitted_machine_has_the_measured_rates_under_its_power_limit() -> None:
+    spec = fit_machine_spec(measured(bf16=1500.0, attention=900.0, memory=6000.0), CPU, "b200")
+    rates = GpuThroughput.from_machine(spec, spec.achieved_efficiency, "fused")
+    assert rates.product["bf16"] == pytest.approx(1500e12, rel=1e-3)
+    assert rates.attention == pytest.approx(900e12, rel=1e-3)
 
 
 def test_an_unknown_machine_achieves_what_was_measured(tmp_path: Path) -> None:

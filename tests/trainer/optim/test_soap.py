@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from extension_cases import SIZES, find_differences
 from parity.cases import case
 from ranks import run_ranks
@@ -14,7 +15,10 @@ from ranks import run_ranks
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.optim.soap import SoapMatrixState
+from mega_trainer.plan.memory_advice import make_training_layout
+from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.verify.case_comparison import merge_rank_findings
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
 
@@ -111,7 +115,35 @@ def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path) -> None:
 )
 def test_what_it_cannot_do_is_refused(settings: dict[str, Any], said: str) -> None:
     run = {"model": {**SIZES, "num_layers": 2}, "data": {"train": "data/train"}, "optimizer": {"name": "soap"}}
-    assert any("soap" in warning for warning in RunConfig.parse(run).find_warnings())
     with pytest.raises(ConfigError) as caught:
         RunConfig.parse({**run, **settings})
     assert said in str(caught.value)
+
+
+def count_state_bytes(cases: list[LayoutCase]) -> list[int]:
+    """Bytes of the optimizer's state on this rank in each case, without main weights."""
+    maker = make_case_process_groups(cases)
+    found = []
+    for each in cases:
+        optimizer = CaseTrainer.build(each, dist.get_rank(), maker).optimizer
+        weights = [
+            each for slot in optimizer.slots for each in (slot.shard.weights, slot.shard.grads, slot.main, slot.grads)
+        ]
+        kept, own = (sum(tensor.nbytes for tensor in each) for each in (optimizer.persistent_tensors(), weights))
+        found.append(kept - own)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, [{}]), (2, [{"zero": 0}, {"zero": 1}, {"tp": 2}, {"pp": 2}])])
+def test_its_state_is_planned(ranks: int, layouts: list[dict[str, Any]]) -> None:
+    """On the rank that has most, with sides of up to 64 rotated and experts as a stack of matrices."""
+    optimizer = {"name": "soap", "soap": {"max_width": 64}}
+    cases = [
+        case(name, ranks, parallel=parallel, micro=2, sections={"optimizer": optimizer})
+        for name in ("dense", "moe") for parallel in layouts
+    ]  # fmt: skip
+    held = run_ranks(count_state_bytes, ranks, cases)
+    for index, each in enumerate(cases):
+        config = RunConfig.parse(each.raw)
+        planned = predict_memory(config.model, make_training_layout(config, ranks))
+        assert max(rank["optimizer"] for rank in planned) == pytest.approx(max(own[index] for own in held), rel=0.01)

@@ -21,7 +21,7 @@ from mega_trainer.plan.layout_search import (
 )
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings
-from mega_trainer.plan.other_trainers import OTHER_TRAINERS
+from mega_trainer.plan.other_trainers import OTHER_TRAINERS, SEARCH_MARGIN
 from mega_trainer.plan.training_layout import TrainingLayout
 
 H100 = load_machine("h100")
@@ -119,6 +119,19 @@ def test_other_trainers_run_the_layouts_that_they_can(name: str, changes: dict[s
     model = ModelConfig.parse(load_model_preset("llama3-8b"))
     shape = TrainingLayout(8192, 1, 8, pp=2, dp=4, zero=1)
     assert OTHER_TRAINERS[name].supports_layout(model, replace(shape, **changes)) is can
+
+
+def test_a_search_for_another_trainer_has_a_margin_of_memory() -> None:
+    config, like = run(load_model_preset("llama3-8b"), 64, 4096), OTHER_TRAINERS["nanotron"]
+    first = find_best_layouts(config, 8, H100, keep=3, like=like)[0]
+    assert SEARCH_MARGIN * first.memory <= H100.usable_memory_bytes
+
+    def finds_it(memory: float) -> bool:
+        machine = H100.model_copy(update={"memory_gib": memory / 2**30})
+        return first.settings in [one.settings for one in find_best_layouts(config, 8, machine, keep=3, like=like)]
+
+    assert finds_it((SEARCH_MARGIN + 0.005) * first.memory)
+    assert not finds_it((SEARCH_MARGIN - 0.005) * first.memory)
 
 
 def test_a_change_that_gains_is_told_and_fits() -> None:

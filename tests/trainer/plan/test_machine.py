@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mega_common.errors import ConfigError
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.machine import list_machine_names, load_default_efficiencies, load_machine
 
 
@@ -37,3 +38,18 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     assert load_machine(str(tmp_path / "mine.yaml")).get_peak_flops("fp8") == 100e12
     with pytest.raises(ConfigError, match="peak rate of the GPU 'Mine' is unknown"):
         load_machine(str(tmp_path / "less.yaml")).get_peak_flops("bf16")
+
+
+def test_long_gemms_follow_the_power_limit_and_not_the_peak() -> None:
+    """B200 and GB200 are one chip: with 1,000 and 1,200 W, and peaks of 2.25 and 2.5 PFLOP/s. No rate is above its peak."""
+    efficiency = load_default_efficiencies()["blackwell"]
+    machines = [load_machine("b200"), load_machine("gb200"), load_machine("b200").model_copy(update={"power_w": 3000})]
+    less, more, capped = (GpuThroughput.from_machine(one, efficiency, "fused") for one in machines)
+    for precision in ("bf16", "fp8", "nvfp4"):
+        assert more.product[precision] / less.product[precision] == pytest.approx(1.2**efficiency.power)
+        assert more.product[precision] == getattr(efficiency, precision) * machines[1].get_peak_flops(precision)
+    assert more.attention / less.attention == pytest.approx(1.2**efficiency.power)
+    assert capped.product["bf16"] == machines[0].get_peak_flops("bf16")
+    unstated = machines[0].model_copy(update={"power_w": None})
+    rates = GpuThroughput.from_machine(unstated, efficiency, "fused")
+    assert rates.product["bf16"] == efficiency.bf16 * machines[0].get_peak_flops("bf16")

@@ -59,6 +59,26 @@ def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_lo
     assert attention > 2 * max(mamba, rule)
 
 
+def test_mamba1_scans_in_fp32_and_adds_gradients_of_all_channels() -> None:
+    """100 channels of 16 states: x, d and y of 4 bytes copied and used by the kernel, less 2 bytes each that are counted with
+    elementwise work; in the backward also d and y's gradients, and 16 sums of 4 bytes for B and for C.
+    """
+    sections = {"layers": ["mamba1"] * 4, "mamba1": {"inner_size": 100, "state_size": 16, "dt_rank": 4}}
+    model = ModelConfig.parse({**load_model_preset("llama3-8b"), "num_layers": 4, **sections})
+    copies, kernel, states = (2 + 4) + (4 + 4) + (4 + 4), 3 * 4, 2 * 16 * 4 / 2048
+    back_copies, back_kernel, sums = (4 + 4) + (4 + 2) + (4 + 4), 5 * 4, 2 * 16 * 4
+    expected = copies + kernel + states - 3 * 2, back_copies + back_kernel + states + sums - 5 * 2
+    assert recurrence_bytes(model, "mamba1") == pytest.approx([100 * each for each in expected])
+    planned = PlannedRun.from_settings(model, RUN, H100, HOPPER, TrainerProfile())
+    slow = replace(
+        planned.cost_model, rates=replace(planned.cost_model.rates, memory=planned.cost_model.rates.memory / 2)
+    )
+    before, after = (one.predict_layer_seconds(0)["recurrence"] for one in (planned.cost_model, slow))
+    added = 8192 * 100 / planned.cost_model.rates.memory
+    assert after.forward - before.forward == pytest.approx(added * expected[0])
+    assert after.inputs - before.inputs == pytest.approx(added * expected[1])
+
+
 def test_a_chunked_recurrence_moves_the_states_of_its_chunks() -> None:
     """Nemotron-3-Nano by hand: 4,096 channels of 128 states in chunks of 128 tokens, 8 groups; 90 and 247 kB of all, of which
     inputs and outputs are counted elsewhere.

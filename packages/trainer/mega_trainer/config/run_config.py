@@ -308,11 +308,6 @@ class RunConfig(StrictConfig):
                 f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
                 f"declares as its longest context; set model.max_position={length}"
             )
-        if self.optimizer.name == "soap":
-            yield (
-                "optimizer.name = soap keeps four square matrices for each weight matrix of M x N, 2 (M^2 + N^2) values on one "
-                "data rank, which the predictions of memory leave out; set optimizer.soap.max_width to bound them"
-            )
         if model.moe and model.moe.aux_loss and model.moe.aux_loss_scope == "batch":
             yield (
                 "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks, so training depends "

@@ -29,9 +29,9 @@ def fit_machine_spec(results: Sequence[CheckResult], device: torch.device, machi
     measured = _measured_speeds(results)
     spec = load_machine(machine) if machine is not None else _unknown_machine(measured, device)
     shares = spec.achieved_efficiency
+    peak = spec.get_peak_flops("bf16") / 1e12 * spec.get_sustained_share(shares.power)
     peaks = {
-        "bf16": spec.get_peak_flops("bf16") / 1e12, "attention": spec.get_peak_flops("bf16") / 1e12,
-        "memory": spec.memory_gb_s, "link": spec.link_gb_s,
+        "bf16": peak, "attention": peak, "memory": spec.memory_gb_s, "link": spec.link_gb_s,
     }  # fmt: skip
     fitted: dict[str, float] = {
         name: min(MAX_SHARE, round(measured[name] / peak, 4)) for name, peak in peaks.items() if name in measured

@@ -37,7 +37,8 @@ def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterato
 
 def _expected_speeds(machine: MachineSpec) -> dict[str, float]:
     """Return the speeds that a machine of this kind achieves, by field of its efficiency."""
-    shares, peak = machine.achieved_efficiency, machine.get_peak_flops("bf16") / 1e12
+    shares = machine.achieved_efficiency
+    peak = machine.get_peak_flops("bf16") / 1e12 * machine.get_sustained_share(shares.power)
     return {
         "bf16": peak * shares.bf16, "attention": peak * shares.attention,
         "memory": machine.memory_gb_s * shares.memory, "host": machine.host_gb_s * shares.link,

@@ -389,14 +389,22 @@ def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sec
     )
 
 
+LONG_TEXT = 30  # letters of a table's cell, from which it has a minimum width of several words
+
+
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """Return an HTML table from the column names `head` and the rows, or "" without a row.
     The columns `numbers` (by index) are right-aligned.
     """
 
     def render_row(cells: Sequence[str], tag: str) -> str:
+        kinds = (
+            "number" if column in numbers else "long" if len(cell) > LONG_TEXT else ""
+            for column, cell in enumerate(cells)
+        )
         marked = (
-            f"<{tag}{' class=number' * (column in numbers)}>{escape(cell)}</{tag}>" for column, cell in enumerate(cells)
+            f"<{tag}{f' class={kind}' * bool(kind)}>{escape(cell)}</{tag}>"
+            for kind, cell in zip(kinds, cells, strict=True)
         )
         return f"<tr>{''.join(marked)}</tr>"
 

@@ -102,8 +102,9 @@ def draw_pipeline_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | Non
     text = "Each row is a pipeline rank; the number in a box is the micro-batch."
     text += " Boxes above each other run in turn, each hiding the other's expert exchange." * bool(schedule.pairs)
     if shown < pipeline.microbatches:
-        text += f" Shows {shown} of {pipeline.microbatches} micro-batches; a full pipeline is periodic."
-    return draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule, costs)), text
+        text += f" Shows {shown} of {pipeline.microbatches} micro-batches, so its bubble is larger than that of a step."
+    unit = "units of time" if costs is None else "s"
+    return draw_schedule_svg(schedule, simulate_pipeline_schedule(schedule, costs), unit), text
 
 
 def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -134,6 +135,8 @@ def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple
         tiles.append((f"predicted time for {suffix}", format_duration(3600 * timed["hours"])))
         if "cost" in timed:
             tiles.append((f"predicted cost of {suffix}", format_with_decimal_unit(timed["cost"])))
+        if "energy_mwh" in timed:
+            tiles.append(("predicted energy at the GPUs' power limit", f"{timed['energy_mwh']:,.1f} MWh"))
     return tiles
 
 
@@ -234,19 +237,19 @@ def _search_section(found: Sequence[LayoutCandidate], timed: Mapping[str, Any]) 
     best = found[0].seconds
     rows = [
         (
+            layout.settings,
             f"{layout.seconds:.3f} s",
-            f"+{format_percent(layout.seconds / best - 1)}",
+            f"+{100 * (layout.seconds / best - 1):.1f} %",
             format_compact(layout.rate),
             format_bytes(layout.memory),
-            layout.settings,
             layout.reason,
         )
         for layout in found[:12]
     ]
-    head = ("step time", "slower", "tokens/s/GPU", "memory", "layout", "explanation")
+    head = ("layout", "step time", "slower", "tokens/s/GPU", "memory", "explanation")
     return PageSection(
         "Search",
-        [figure, render_table(head, rows, numbers=(0, 1, 2, 3))],
+        [figure, render_table(head, rows, numbers=(1, 2, 3, 4))],
         "Predictions; the plan below is for the fastest layout.",
     )
 

@@ -31,9 +31,9 @@ _MESSAGES = 400  # most operations with which messages are drawn; the lines of m
 _TOOLTIP_WIDTH = 3.0  # least width of a box with a tooltip
 
 
-def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) -> str:
+def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline, unit: str = "units of time") -> str:
     """Return an SVG drawing of a pipeline schedule over time.
-    Times are from `timeline`; each rectangle is one operation, with its micro-batch as number and its stage on the rank
+    Times are from `timeline`, in this `unit`; each rectangle is one operation, with its micro-batch as number and its stage on the rank
     as shade.
 
     The right margin shows the share of idle time of each rank, and the most activations it holds at once (in
@@ -41,7 +41,7 @@ def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) ->
     """
     width = _LEFT + _CHART + _RIGHT
     height = _TOP + schedule.pp * (_ROW + _GAP) + _BOTTOM
-    body = [*_title(schedule, timeline), *_rank_rows(schedule, timeline), *_op_boxes(schedule, timeline)]
+    body = [*_title(schedule, timeline, unit), *_rank_rows(schedule, timeline), *_op_boxes(schedule, timeline)]
     body += _message_lines(schedule, timeline)
     body += _legend(schedule, height - _BOTTOM + 14)
     return (
@@ -51,14 +51,14 @@ def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) ->
     )
 
 
-def _title(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterator[str]:
+def _title(schedule: PipelineSchedule, timeline: PipelineTimeline, unit: str) -> Iterator[str]:
     formula = compute_closed_form_bubble(schedule, timeline.costs)
     stages = "" if schedule.virtual_stages == 1 else f" of {schedule.virtual_stages} stages"
     name = f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches"
     bubble = f"bubble {timeline.mean_bubble_share:.1%} simulated"
     bubble += f", {formula:.1%} by formula" if formula is not None else ""
     yield _svg_text(_LEFT, 22, name, 'font-size="16" font-weight="bold"')
-    yield _svg_text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} units of time", f'class="quiet" fill="{_QUIET}"')
+    yield _svg_text(_LEFT, 42, f"{bubble}; {timeline.makespan:.4g} {unit}", f'class="quiet" fill="{_QUIET}"')
     yield _svg_text(_LEFT + _CHART + 12, _TOP - 8, "idle", f'class="quiet" fill="{_QUIET}"')
     yield _svg_text(_LEFT + _CHART + 66, _TOP - 8, "holds", f'class="quiet" fill="{_QUIET}"')
 

@@ -65,7 +65,7 @@ class GpuThroughput:
         """Return the throughput of a machine's GPU with a trainer's attention kernel.
         It includes these efficiencies and the GPU's power limit.
         """
-        power = machine.relative_power**efficiency.power
+        power = machine.get_sustained_share(efficiency.power)
         peak, eager = machine.get_peak_flops("bf16"), machine.get_peak_flops("fp32")
         shares = {"bf16": efficiency.bf16, "fp8": efficiency.fp8, "nvfp4": efficiency.nvfp4}
         product = {kind: min(1.0, share * power) * machine.get_peak_flops(kind) for kind, share in shares.items()}

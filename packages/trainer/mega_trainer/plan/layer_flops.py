@@ -160,14 +160,25 @@ def compute_mixer_core_flops(
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
 
 
-def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
-    """Return the bytes per token that the kernels of Mamba-2's chunked recurrence move, forward and backward.
-    Inputs and outputs, read and written once, are not counted; 0 for other mixers.
+SCAN_CHUNK = 2048  # tokens between the states that Mamba-1's kernels keep
 
-    The kernels are the Triton kernels of state-spaces/mamba (`ssd_combined`). The forward writes the states of each chunk in
+
+def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
+    """Return the bytes per token that the kernels of Mamba's recurrences move, forward and backward.
+    Inputs and outputs, read and written once in 16 bits, are not counted; 0 for other mixers.
+
+    Mamba-1's kernels (`selective_scan_cuda`) take x, step sizes and outputs in fp32 and transposed, so each is copied. They
+    keep states once in 2,048 tokens. In the backward each channel adds its gradients of B and C to those of the others.
+
+    Mamba-2's kernels are the Triton kernels of state-spaces/mamba (`ssd_combined`). The forward writes the states of each chunk in
     fp32, passes them from chunk to chunk, writes products of B and C, and reads both for the outputs. The backward computes
     states and products again, and has a kernel for each gradient, which reads inputs and gradients of outputs anew.
     """
+    if mixer == "mamba1" and (mamba1 := model.mamba1):
+        states = 8 * mamba1.state_size / SCAN_CHUNK
+        copied, again = 6 + 8 + 8, 8 + 6 + 8  # x, d and y; gradients of y, x and d
+        forward, gradients = copied + 12 - 6 + states, 8 * mamba1.state_size
+        return mamba1.inner_size * forward, mamba1.inner_size * (again + 20 - 10 + states + gradients)
     if mixer != "mamba" or model.mamba is None:
         return 0.0, 0.0
     mamba = model.mamba

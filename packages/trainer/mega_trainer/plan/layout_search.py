@@ -32,7 +32,7 @@ from mega_trainer.plan.layout_candidates import (
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
-from mega_trainer.plan.other_trainers import OtherTrainer
+from mega_trainer.plan.other_trainers import SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -82,10 +82,10 @@ def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
 
 def format_layout_settings(settings: Mapping[str, Any]) -> str:
     """Return the non-default settings of a layout as a short text."""
-    plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
+    plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "offloaded_layers": 0}
     words = []
     for path, value in settings.items():
-        key = path.rpartition(".")[2]
+        key = "offloaded_layers" if path == "offload.activations" else path.rpartition(".")[2]
         shown = value["kind"] if isinstance(value, dict) else value
         hidden = key == "cp_kind" and settings["parallel.cp"] == 1
         if shown is not None and shown != plain.get(key) and not hidden:
@@ -188,7 +188,7 @@ def find_best_layouts(
     `report` is called with progress messages.
 
     Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own. With `like`, time
-    and memory are those of another trainer, of the layouts that it can run.
+    and memory are those of another trainer, of the layouts that it can run, with a margin (`SEARCH_MARGIN`) for its memory.
 
     Raises:
         NoLayoutFitsError: when no valid layout fits.
@@ -225,6 +225,7 @@ def _search_layouts(
     count = count_parameters_by_layer(config.model)
     rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed, like), key=lambda each: each.seconds)
     found: list[PlannedLayout] = []
+    limit = machine.usable_memory_bytes / (SEARCH_MARGIN if like else 1.0)
     tried, ratios = 0, dict[tuple[object, ...], float]()  # smallest ratio of predicted to rough memory
     for candidate in rough:
         best = min((layout.time.seconds for layout in found), default=math.inf)
@@ -232,7 +233,7 @@ def _search_layouts(
         if candidate.seconds > enough or tried == MAX_TRIES:
             break
         leniency = LENIENCY if found or tried < MAX_TRIES / 2 else 1.0  # after many failures only likely candidates
-        if leniency * ratios.get(candidate.estimate_kind, 0.0) * candidate.memory > machine.usable_memory_bytes:
+        if leniency * ratios.get(candidate.estimate_kind, 0.0) * candidate.memory > limit:
             continue
         tried += 1
         report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
@@ -242,7 +243,7 @@ def _search_layouts(
             continue
         ratio = layout.memory / candidate.memory
         ratios[candidate.estimate_kind] = min(ratio, ratios.get(candidate.estimate_kind, ratio))
-        if layout.memory > machine.usable_memory_bytes:
+        if layout.memory > limit:
             layout = None if like else _offload_until_fit(config, settings, ranks, machine, count)
         found += [layout] if layout is not None else []
     return found

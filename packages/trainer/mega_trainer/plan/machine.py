@@ -26,16 +26,18 @@ from mega_trainer.plan.flops import find_peak_flops
 
 GpuGeneration = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4"]
 MEMORY_MARGIN = 0.15  # relative difference of data sheet and driver: 80 GB are 79.1 GiB, 192 GB are 178 GiB
-# Power limits in watts of the data sheets, for which the efficiencies of a generation stand.
-REFERENCE_WATTS: dict[GpuGeneration, float] = {
-    "ampere": 400, "ada": 350, "hopper": 700, "blackwell": 1200, "cdna3": 750, "cdna4": 1400,
+# GPU of a generation for which its efficiencies stand, and its power limit in watts.
+REFERENCE_GPUS: dict[GpuGeneration, tuple[str, float]] = {
+    "ampere": ("A100", 400), "ada": ("L40S", 350), "hopper": ("H100", 700), "blackwell": ("GB200", 1200), "cdna3": ("MI300X", 750),
+    "cdna4": ("MI355X", 1400),
 }  # fmt: skip
 _HERE = Path(str(files(__package__ or "mega_trainer.plan")))
 
 
 class MachineEfficiency(StrictConfig):
     """Achieved fractions of a machine's data sheet figures.
-    For GEMMs and attention, they are fractions of the dense peak FLOP/s of their data type.
+    For GEMMs and attention, they are fractions of the dense peak FLOP/s of their data type; of a machine with `power_w`, those that
+    the reference GPU of its generation achieves at its own limit (`MachineSpec.get_sustained_share`).
 
     Attributes:
         bf16, fp8: GEMMs, without the time to read their operands, which is added.
@@ -95,7 +97,8 @@ class MachineSpec(StrictConfig):
     ranks_per_node: PositiveInt
     host_gb_s: PositiveFloat = Field(32, description="bandwidth between a GPU and host memory; default: PCIe 4.0 x16")
     power_w: PositiveFloat | None = Field(
-        None, description="power limit of a GPU in watts; default: that of its generation's data sheet"
+        None,
+        description="power limit of a GPU in watts; default: the one under which a GPU of its peak has the efficiency",
     )
     price: PositiveFloat | None = Field(None, description="price of one GPU per hour, in any currency")
     tflops: dict[str, PositiveFloat] = Field({}, description="dense peaks by type, for a GPU that mega does not know")
@@ -121,10 +124,19 @@ class MachineSpec(StrictConfig):
         """Return the dense peak of a type in FLOP/s, or None."""
         return self.tflops[kind] * 1e12 if kind in self.tflops else find_peak_flops(self.gpu, kind)
 
-    @property
-    def relative_power(self) -> float:
-        """Power limit of a GPU, relative to the limit of its generation under which efficiencies were measured."""
-        return self.power_w / REFERENCE_WATTS[self.generation] if self.power_w else 1.0
+    def get_sustained_share(self, exponent: float) -> float:
+        """Return the share of its peak that this GPU sustains, relative to the reference GPU of its generation.
+
+        A peak is of the highest clock. Long GEMMs run at a lower one, at which the GPU needs all the power that it may use: so
+        their rate grows with the power limit, by `exponent`, and not with the peak. 1 if the file states no limit.
+        """
+        if self.power_w is None:
+            return 1.0
+        name, watts = REFERENCE_GPUS[self.generation]
+        reference_peak = find_peak_flops(name, "bf16")
+        assert reference_peak is not None
+        sustained: float = (self.power_w / watts) ** exponent
+        return sustained * reference_peak / self.get_peak_flops("bf16")
 
     def supports_precision(self, precision: str) -> bool:
         """Return whether the GPU has GEMMs in `precision`."""

@@ -31,7 +31,8 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon", extensions=tuple(config.extensions), fp8_layers=config.layers_with_cached_fp8_weights,
+        offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon",
+        soap_width=config.optimizer.soap.max_width if config.optimizer.name == "soap" else None, extensions=tuple(config.extensions), fp8_layers=config.layers_with_cached_fp8_weights,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
@@ -303,9 +303,9 @@ def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[st
     copy = 4 if run.weight_bytes == 2 and not run.is_zero3_sharded else 0
     trainable = sum(w.trainable for w in stages), sum(w.trainable_experts for w in stages)
     matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
-    moments = sharded_bytes((run.moments + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
-        run.gradient_bytes, *matrices, 1
-    )
+    absent = run.moments if run.soap_width is not None else int(run.muon)  # moments of matrices that no slot has
+    moments = sharded_bytes((run.moments + run.ema) * run.gradient_bytes, *trainable, 1)
+    moments -= sharded_bytes(absent * run.gradient_bytes, *matrices, 1)
     gradients = sharded_bytes(run.gradient_bytes, *trainable, 2)
     if run.zero == 1:  # the reduced shard, in addition to the full gradients
         gradients += sum(
@@ -314,8 +314,24 @@ def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[st
     return {
         "weights": round(sharded_bytes(run.gradient_bytes if run.is_zero3_sharded else run.weight_bytes, dense, experts, 3)) + sum(w.packed for w in stages),
         "gradients": round(gradients),
-        "optimizer": 0 if run.offload_optimizer else round(moments + sharded_bytes(copy, *trainable, 1)),
+        "optimizer": _soap_bytes(run, stages) + (0 if run.offload_optimizer else round(moments + sharded_bytes(copy, *trainable, 1))),
     }  # fmt: skip
+
+
+def _soap_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> int:
+    """Return the bytes of SOAP's state of hidden matrices on the data rank that has most: each matrix is on one rank, whole.
+    The ranks take turns, as for one bucket; which matrices they get differs with several. Offload does not move this state.
+    """
+    if (width := run.soap_width) is None:
+        return 0
+    total, ranks = 0, _shard_counts(run)
+    for shapes, size in zip(zip(*((w.dense_shapes, w.expert_shapes) for w in stages), strict=True), ranks, strict=True):
+        states = [
+            count * 2 * (rows * columns + sum(side * side for side in (rows, columns) if side <= width))
+            for count, rows, columns in chain(*shapes)
+        ]
+        total += max(sum(states[rank::size]) for rank in range(min(size, max(1, len(states)))))
+    return total * run.gradient_bytes
 
 
 def _quantised_layer_bytes(model: ModelConfig, run: TrainingLayout) -> dict[int, float]:

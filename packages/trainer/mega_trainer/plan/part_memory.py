@@ -78,6 +78,9 @@ from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
 
+MatrixShape = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class WeightCounts:
     """Numbers of elements of one rank's parameters, by how they are reduced, trained and updated.
@@ -85,7 +88,9 @@ class WeightCounts:
     Attributes:
         dense, experts: unquantised parameters, reduced over all data ranks or over expert-data ranks.
         trainable, trainable_experts: trainable ones of these.
-        dense_matrices, expert_matrices: trainable ones that Muon updates.
+        dense_matrices, expert_matrices: trainable ones that Muon or SOAP updates.
+        dense_shapes, expert_shapes: of the canonical matrices among them, the number of whole matrices on this rank, and their
+            rows and columns, from the last one on.
         largest: elements of the largest trainable parameter.
         packed: bytes of quantised parameters.
     """
@@ -96,6 +101,8 @@ class WeightCounts:
     trainable_experts: int = 0
     dense_matrices: int = 0
     expert_matrices: int = 0
+    dense_shapes: tuple[MatrixShape, ...] = ()
+    expert_shapes: tuple[MatrixShape, ...] = ()
     largest: int = 0
     packed: int = 0
 
@@ -116,6 +123,7 @@ class WeightCounts:
         return cls(
             _count_elements(dense), _count_elements(experts), _count_elements(trainable), _count_elements(trainable_experts),
             _count_elements(filter(is_hidden_matrix, trainable)), _count_elements(filter(is_hidden_matrix, trainable_experts)),
+            _matrix_shapes(trainable), _matrix_shapes(trainable_experts),
             max((p.numel() for p in trainable + trainable_experts), default=0), sum(each.nbytes for each in packed),
         )  # fmt: skip
 
@@ -123,7 +131,8 @@ class WeightCounts:
         return WeightCounts(
             self.dense + other.dense, self.experts + other.experts, self.trainable + other.trainable,
             self.trainable_experts + other.trainable_experts, self.dense_matrices + other.dense_matrices,
-            self.expert_matrices + other.expert_matrices, max(self.largest, other.largest), self.packed + other.packed,
+            self.expert_matrices + other.expert_matrices, other.dense_shapes + self.dense_shapes,
+            other.expert_shapes + self.expert_shapes, max(self.largest, other.largest), self.packed + other.packed,
         )  # fmt: skip
 
 
@@ -151,6 +160,14 @@ class ModelPartMemoryBytes:
 def _count_elements(parameters: Iterable[nn.Parameter]) -> int:
     """Return the total number of elements of parameters."""
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _matrix_shapes(parameters: Sequence[nn.Parameter]) -> tuple[MatrixShape, ...]:
+    """Return the number, rows and columns of the canonical hidden matrices of parameters, from the last parameter on."""
+    pieces = [
+        piece for p in reversed(parameters) if is_hidden_matrix(p) for piece in get_parameter_info(p).gathered_pieces
+    ]
+    return tuple((math.prod(piece.shape[:-2]), piece.global_shape[-2], piece.global_shape[-1]) for piece in pieces)
 
 
 class PartMemoryCounter:
@@ -474,7 +491,7 @@ def count_model_part_memory(model: ModelConfig, run: TrainingLayout) -> ModelPar
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
         offload=0, offload_optimizer=False, fp8_layers=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
-        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, overlap_expert_exchange=False, dp=_minimum_data_ranks(run),
+        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, soap_width=None, overlap_expert_exchange=False, dp=_minimum_data_ranks(run),
     )  # fmt: skip
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 

@@ -34,6 +34,7 @@ class TrainingLayout:
         offload_optimizer: keep optimizer states and main weights in host memory.
         moments: number of state values of the optimizer for each weight.
         muon: Muon optimizer, with one moment instead of two for hidden matrices.
+        soap_width: SOAP optimizer, which keeps square matrices for sides of hidden matrices up to this; None: another one.
         fp8_layers: layers whose linear weights are also kept quantised during a step, in two layouts.
         freeze: patterns of tensors that are not trained.
         lora: LoRA settings as JSON; if set, only adapters are trained.
@@ -74,6 +75,7 @@ class TrainingLayout:
     offload_optimizer: bool = False
     moments: float = 2
     muon: bool = False
+    soap_width: int | None = None
     fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()
     lora: str | None = None
