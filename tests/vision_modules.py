@@ -181,6 +181,20 @@ CASES["gemma4"] = (
         "boa_token": "<|audio>", "eoa_token": "<audio|>",
     },
 )  # fmt: skip
+CASES["llama4"] = (
+    {
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+            "vision_output_dim": 20, "projector_input_dim": 20, "projector_output_dim": 20, "pixel_shuffle_ratio": 0.5,
+        },
+        "text_config": text(
+            "llama4_text", num_hidden_layers=4, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=16, num_local_experts=4,
+            interleave_moe_layer_step=2, floor_scale=4,
+        ),
+        "image_token_index": IMAGE,
+    },
+    {}, {}, {"image_token": "<|patch|>"},
+)  # fmt: skip
 CASES["qwen2_vl"] = (
     {
         "vision_config": {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},

@@ -171,6 +171,15 @@ class Gemma4VisionFamily(VisionModuleFamily):
         return [*super().unread_keys(raw), *(["audio_config"] if raw.get("audio_config") else [])]
 
 
+@dataclass(frozen=True)
+class OptionalVisionFamily(VisionModuleFamily):
+    """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
+
+    def reads_images_of(self, raw: ConfigDict) -> bool:
+        """Return whether the model has a vision encoder."""
+        return raw.get("vision_config") is not None
+
+
 def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
     """Return the first of some sizes that a `vision_config` has, else `default`; of a list its first number."""
     values = (section.get(key) for key in keys)
@@ -236,6 +245,13 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
         entries=(),
         styles=_styles("vision_tower", "language_model", legacy=False),
         buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)|(model\.)?(audio_tower|embed_audio)\..*",
+    ),
+    OptionalVisionFamily(
+        name="llama4",
+        architecture="Llama4ForConditionalGeneration",
+        entries=(),
+        styles=(VisionLanguageTensorNaming("vision_model.", "", "language_model.model.", "language_model.", ""),),
+        buffers=r"(.*\.)?rotary_emb(edding)?\.(inv_freq|freqs_ci)",
     ),
     replace(
         _family("qwen2_vl", "Qwen2VL", encoder="visual"),
