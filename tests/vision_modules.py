@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
@@ -195,6 +196,18 @@ CASES["llama4"] = (
     },
     {}, {}, {"image_token": "<|patch|>"},
 )  # fmt: skip
+CASES["kimi_k25"] = (
+    {
+        "vision_config": {**{key: value for key, value in TOWER.items() if key != "image_size"}, "pos_emb_height": 6, "pos_emb_width": 6},
+        "text_config": text(
+            "deepseek_v3", num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8,
+            qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=16,
+            n_group=2, topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=0,
+        ),
+        "image_token_id": IMAGE, "projection_hidden_size": 24, "tie_word_embeddings": False,
+    },
+    {}, {}, {"image_token": "<|media_pad|>"},
+)  # fmt: skip
 CASES["qwen2_vl"] = (
     {
         "vision_config": {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
@@ -221,6 +234,8 @@ def save_model(kind: str, folder: Path) -> Any:
             elif name.endswith(("std_bias", "std_scale")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
+    if kind == "kimi_k25":
+        rename_as_published(folder)
     train_tokenizer(["what is it? the end of the story"] * 3, 290, folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     while backend.get_vocab_size() < IMAGE:
@@ -235,6 +250,18 @@ def save_model(kind: str, folder: Path) -> Any:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return model
+
+
+def rename_as_published(folder: Path) -> None:
+    """Give tensors of Kimi-K2.5 the names of the published model, which transformers reads and changes when it saves."""
+    tensors = load_file(folder / "model.safetensors")
+    parts = ("language_model.model.blocks", "language_model.model.layers"), ("encoder.patch_embed", "patch_embed")
+    for name in list(tensors):
+        new = name.removeprefix("model.")
+        for old, part in parts:
+            new = new.replace(old, part)
+        tensors[new] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def read_vision(kind: str) -> dict[str, Any]:
@@ -268,6 +295,13 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
             "spatial_shapes": np.array([[4, 4], [4, 2]]),
         }
         return ImageInputs(arrays, (1, 1, 6))
+    if kind == "kimi_k25":
+        high, wide = 4, 4 + 2 * (number % 3)
+        arrays = {
+            "pixel_values": draw((high * wide, 3, 4, 4), np.float32),
+            "image_grid_thw": np.array([[1, high, wide]]),
+        }
+        return ImageInputs(arrays, (1, 1, high * wide // 4))
     if kind == "smolvlm":
         tiles = 1 + number % 3
         mask = np.ones((1, tiles, 16, 16), bool)

@@ -59,6 +59,7 @@ from mega_ckpt.families.granite import (
 )
 from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from mega_ckpt.families.indexed_decoders import DEEPSEEK_V32, GLM_MOE_DSA
+from mega_ckpt.families.kimi_vision import KIMI_K25
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -157,7 +158,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
-    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES,
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES, KIMI_K25,
 )  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
@@ -255,5 +256,5 @@ def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
     if model.rope.sections is not None:
         return [family for family in VISION_FAMILIES if family.text is not None]
     text, module = find_family_expressing_model(text_only_config(model)), model.vision and model.vision.module
-    families = VISION_MODULE_FAMILIES if module else VISION_FAMILIES
+    families = (*VISION_MODULE_FAMILIES, KIMI_K25) if module else VISION_FAMILIES
     return [replace(family, text=text) for family in families if family.text is None]
