@@ -182,6 +182,15 @@ CASES["gemma4"] = (
         "boa_token": "<|audio>", "eoa_token": "<audio|>",
     },
 )  # fmt: skip
+CASES["gemma4:together"] = (  # placeholders of an image attend to each other
+    {
+        **CASES["gemma4"][0], "text_config": {
+            **CASES["gemma4"][0]["text_config"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision",
+        },
+    },
+    *CASES["gemma4"][1:],
+)  # fmt: skip
 CASES["llama4"] = (
     {
         "vision_config": {
@@ -219,12 +228,17 @@ CASES["qwen2_vl"] = (
 PREPARED = [kind for kind, (_, image_processor, *_) in CASES.items() if image_processor]
 
 
+def model_type_of(kind: str) -> str:
+    """The model type of a case, which may be followed by the name of a variant."""
+    return kind.partition(":")[0]
+
+
 def save_model(kind: str, folder: Path) -> Any:
     """A tiny model of a type with its tokenizer, its image processor and its processor; the model of transformers."""
     config, image_processor, processor, named = CASES[kind]
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**json.loads(json.dumps(config)))).eval()
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config)))).eval()
     with torch.no_grad():  # numbers by which each part is seen in the result
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -267,7 +281,8 @@ def rename_as_published(folder: Path) -> None:
 def read_vision(kind: str) -> dict[str, Any]:
     """The section `vision` of a type, for any text model as wide as its own."""
     config, image_processor, processor, named = CASES[kind]
-    raw = json.loads(CONFIG_MAPPING[kind](**config).to_json_string(use_diff=False)) | {"model_type": kind}
+    made = CONFIG_MAPPING[model_type_of(kind)](**config)
+    raw = json.loads(made.to_json_string(use_diff=False)) | {"model_type": model_type_of(kind)}
     vision = detect_model_family(raw).read_config_json(raw).vision
     assert vision is not None
     files = {"processor_config.json": processor, "tokenizer_config.json": {"extra_special_tokens": named}}
@@ -312,9 +327,9 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 
 
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
-    """Inputs of several images for transformers, which are padded to the largest one; Qwen's with the kind of each token."""
+    """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind == "qwen2_vl" else {}
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind in ("qwen2_vl", "gemma4:together") else {}
     return found | kinds
 
 

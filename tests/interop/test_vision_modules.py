@@ -29,6 +29,7 @@ from mega_eval.image_prompts import ImagePrompt, attach_image_features
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_stream import GenerationLimits, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 
 SIZES = [(37, 50), (20, 15), (30, 31)]
@@ -79,7 +80,10 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
         ]
         mrope = torch.from_numpy(np.stack(each, 1))
     batch = ours.encode_images(BatchImages(images, rows, positions=mrope))
-    context = ours.make_forward_context(positions if mrope is None else mrope)
+    bounds = DocumentBounds.from_positions(
+        positions.expand_as(tokens).numpy(), None, (rows >= 0).numpy() if ours.config.vision.bidirectional else None
+    )
+    context = ours.make_forward_context(positions if mrope is None else mrope, sequence_bounds=bounds)
     x = ours(ours.embed_inputs(tokens, positions, images=batch), context)
     torch.testing.assert_close(ours.compute_logits(x), expected.logits, rtol=0, atol=1e-5)
     weights = torch.nn.functional.pad((labels[:, 1:] >= 0).float(), (0, 1))

@@ -143,41 +143,37 @@ class VisionModuleFamily(VisionLanguageFamily):
 
 
 @dataclass(frozen=True)
-class Gemma4VisionFamily(VisionModuleFamily):
-    """Declaration of Gemma 4 with images, of the models whose text has causal attention alone.
-    Folders of others, in which placeholders of an image attend to each other, and of those without a vision encoder are read as
-    text models. The audio encoder is carried.
-    """
-
-    def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the model has a vision encoder, and no bidirectional attention among placeholders."""
-        inner = raw.get("text_config") or {}
-        return raw.get("vision_config") is not None and inner.get("use_bidirectional_attention") is None
-
-    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token.
-        """
-        model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
-        if padding is None or model.vision is None:
-            raise CheckpointError(
-                f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
-            )
-        vision = model.vision.model_copy(update={"layer_input_token": padding})
-        return model.model_copy(update={"vision": vision})
-
-    def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
-        return [*super().unread_keys(raw), *(["audio_config"] if raw.get("audio_config") else [])]
-
-
-@dataclass(frozen=True)
 class OptionalVisionFamily(VisionModuleFamily):
     """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
         """Return whether the model has a vision encoder."""
         return raw.get("vision_config") is not None
+
+
+@dataclass(frozen=True)
+class Gemma4VisionFamily(OptionalVisionFamily):
+    """Declaration of Gemma 4 with images. With `use_bidirectional_attention: vision` placeholders of an image attend to each
+    other in the layers with a sliding window. The audio encoder is carried.
+    """
+
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
+        Placeholders have the per-layer inputs of the padding token.
+        """
+        model, inner = super().read_config_json(raw, source), self.text_config_of(raw)
+        padding, together = inner.get("pad_token_id"), inner.get("use_bidirectional_attention") == "vision"
+        if padding is None or model.vision is None:
+            raise CheckpointError(
+                f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
+            )
+        fields = {"layer_input_token": padding, "bidirectional": together, "bidirectional_windows": together}
+        vision = model.vision.model_copy(update=fields)
+        return model.model_copy(update={"vision": vision})
+
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
+        """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
+        return [*super().unread_keys(raw), *(["audio_config"] if raw.get("audio_config") else [])]
 
 
 def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
