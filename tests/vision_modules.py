@@ -225,6 +225,34 @@ CASES["qwen2_vl"] = (
     },
     *CASES["exaone4_5"][1:],
 )  # fmt: skip
+
+
+_GLM_VISION = {
+    "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "image_size": 32, "patch_size": 4,
+    "out_hidden_size": 32, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+}  # fmt: skip
+_GLM_IMAGES = (
+    {"image_processor_type": "Glm46VImageProcessorPil", **CASES["exaone4_5"][1], "size": {"shortest_edge": 128, "longest_edge": 2048}},
+    {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
+)  # fmt: skip
+_GLM_TEXT = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_GLM_EXPERTS = text(
+    "glm4v_moe_text", **_GLM_TEXT, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    rope_parameters=_GLM_ROPE,
+)  # fmt: skip
+CASES |= {
+    kind: (
+        {"vision_config": {**_GLM_VISION, **vision}, "text_config": inner, "image_token_id": IMAGE, "video_token_id": 301},
+        _GLM_IMAGES[0], {"processor_class": "Glm46VProcessor"}, _GLM_IMAGES[2],
+    )
+    for kind, inner, vision in (
+        ("glm4v", text("glm4v_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
+        ("glm4v_moe", _GLM_EXPERTS, {}),
+        ("glm46v", _GLM_EXPERTS, {"model_type": "glm4v_moe_vision"}),
+        ("glm_ocr", text("glm_ocr_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
+    )
+}
 PREPARED = [kind for kind, (_, image_processor, *_) in CASES.items() if image_processor]
 
 
@@ -329,7 +357,7 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind in ("qwen2_vl", "gemma4:together") else {}
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen2_vl", "gemma4:together", "glm")) else {}
     return found | kinds
 
 

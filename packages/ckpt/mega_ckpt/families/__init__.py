@@ -48,6 +48,7 @@ from mega_ckpt.families.further_encoders import (
 from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from mega_ckpt.families.glm_vision import GLM_VISION_FAMILIES
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
     GRANITE,
@@ -125,7 +126,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
-from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES, VisionModuleFamily
 from mega_ckpt.families.windowed_head_decoders import LAGUNA, MIMO_V2_FLASH
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
@@ -157,8 +158,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO_HYBRID,
 )  # fmt: skip
 
+MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (*VISION_MODULE_FAMILIES, *GLM_VISION_FAMILIES, KIMI_K25)
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
-    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES, KIMI_K25,
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *MODULE_FAMILIES,
 )  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
@@ -202,7 +204,9 @@ def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Seq
         return MINISTRAL
     vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
     if vision is not None:
-        text = vision.text or detect_model_family(vision.text_config_of(raw), f"{source}: text_config", added)
+        inner = vision.text_config_of(raw)
+        text = vision.find_own_text(inner.get("model_type"))
+        text = text or detect_model_family(inner, f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
@@ -254,7 +258,8 @@ def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
     A vision encoder that is a module of transformers has its own.
     """
     if model.rope.sections is not None:
-        return [family for family in VISION_FAMILIES if family.text is not None]
+        own = [(family, text) for family in VISION_FAMILIES for text in (family.text, *family.own_texts)]
+        return [replace(family, text=text) for family, text in own if text is not None]
     text, module = find_family_expressing_model(text_only_config(model)), model.vision and model.vision.module
-    families = (*VISION_MODULE_FAMILIES, KIMI_K25) if module else VISION_FAMILIES
+    families = MODULE_FAMILIES if module else VISION_FAMILIES
     return [replace(family, text=text) for family in families if family.text is None]

@@ -25,7 +25,9 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 _TIED = "tie_word_embeddings"
 _AS_THEY_ARE = SingletonAxesLayout(before=0)  # tensors of any shape, also numbers
 # Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
-_NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+_NEUTRAL: Mapping[str, Any] = {
+    "final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 _SIZES = {
     "num_layers": ("num_hidden_layers", "depth"),
     "hidden_size": ("embed_dim", "hidden_size"),
@@ -92,7 +94,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         config = build_vision_language_config(raw)
         inner: dict[str, Any] = config.text_config.to_dict()
         found = inner | dict(raw.get("text_config") or {}) | {_TIED: bool(config.tie_word_embeddings)}
-        return found | {key: _NEUTRAL[key] for key in _NEUTRAL if key in found}
+        return found | {key: value for key, value in _NEUTRAL.items() if key in found or not value}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that transformers does not read for this type.
@@ -201,7 +203,7 @@ def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[VisionLanguage
     return renamed if legacy else renamed[2:]
 
 
-def _family(
+def vision_module_family(
     name: str,
     architecture: str,
     *,
@@ -209,6 +211,9 @@ def _family(
     decoder: str = "language_model",
     legacy: bool = False,
 ) -> VisionModuleFamily:
+    """Return the declaration of a family from the names of its class and of its parts in transformers.
+    With `legacy` there are folders with the names of older versions as well.
+    """
     return VisionModuleFamily(
         name=name,
         architecture=f"{architecture}ForConditionalGeneration",
@@ -221,20 +226,20 @@ def _family(
 
 
 VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
-    _family("mistral3", "Mistral3", legacy=True),
-    _family("internvl", "InternVL", legacy=True),
-    _family("idefics3", "Idefics3", encoder="vision_model", decoder="text_model"),
-    _family("smolvlm", "SmolVLM", encoder="vision_model", decoder="text_model"),
-    _family("llava_onevision", "LlavaOnevision", legacy=True),
-    _family("aya_vision", "AyaVision", legacy=True),
-    _family("cohere2_vision", "Cohere2Vision"),
-    _family("lfm2_vl", "Lfm2Vl"),
-    _family("aria", "Aria", legacy=True),
-    _family("got_ocr2", "GotOcr2", legacy=True),
-    _family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
-    _family("vipllava", "VipLlava", legacy=True),
-    _family("exaone4_5", "Exaone4_5_", encoder="visual"),
-    _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    vision_module_family("mistral3", "Mistral3", legacy=True),
+    vision_module_family("internvl", "InternVL", legacy=True),
+    vision_module_family("idefics3", "Idefics3", encoder="vision_model", decoder="text_model"),
+    vision_module_family("smolvlm", "SmolVLM", encoder="vision_model", decoder="text_model"),
+    vision_module_family("llava_onevision", "LlavaOnevision", legacy=True),
+    vision_module_family("aya_vision", "AyaVision", legacy=True),
+    vision_module_family("cohere2_vision", "Cohere2Vision"),
+    vision_module_family("lfm2_vl", "Lfm2Vl"),
+    vision_module_family("aria", "Aria", legacy=True),
+    vision_module_family("got_ocr2", "GotOcr2", legacy=True),
+    vision_module_family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
+    vision_module_family("vipllava", "VipLlava", legacy=True),
+    vision_module_family("exaone4_5", "Exaone4_5_", encoder="visual"),
+    vision_module_family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
     Gemma4VisionFamily(
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
@@ -250,18 +255,14 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
         buffers=r"(.*\.)?rotary_emb(edding)?\.(inv_freq|freqs_ci)",
     ),
     replace(
-        _family("qwen2_vl", "Qwen2VL", encoder="visual"),
+        vision_module_family("qwen2_vl", "Qwen2VL", encoder="visual"),
         text=replace(QWEN2_5_VL_TEXT, name="qwen2_vl_text", architecture="Qwen2VLTextModel"),
         styles=QWEN2_5_VL.styles,
     ),
 )
 
-_MROPE = "a text model of its own with rotary positions of rows and columns (M-RoPE)"
 # Types whose images enter in another way than by features in place of placeholders.
 REFUSED: Mapping[str, str] = {
-    "glm4v": _MROPE,
-    "glm4v_moe": _MROPE,
-    "glm_ocr": _MROPE,
     "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
     "paligemma": "tokens of a prompt attend to later ones",
 }
