@@ -253,6 +253,30 @@ CASES |= {
         ("glm_ocr", text("glm_ocr_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
     )
 }
+_QWEN3_5_TEXT = {
+    "initializer_range": 0.1,
+    "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+CASES |= {
+    kind: (
+        {
+            "vision_config": {
+                "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+            },
+            "text_config": text(f"{kind}_text", **_QWEN3_5_TEXT, **more), "image_token_id": IMAGE, "video_token_id": 301,
+        },
+        *CASES["exaone4_5"][1:],
+    )
+    for kind, more in (
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}),
+    )
+}  # fmt: skip
 PREPARED = [kind for kind, (_, image_processor, *_) in CASES.items() if image_processor]
 
 
@@ -357,7 +381,7 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen2_vl", "gemma4:together", "glm")) else {}
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
     return found | kinds
 
 

@@ -12,10 +12,12 @@ from math import isqrt
 from typing import Any
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families.config_entries import ConfigDict
+from mega_ckpt.families.config_entries import ConfigDict, ConfigEntry
 from mega_ckpt.families.disk_layouts import SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import CARRIED
-from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
+from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE
+from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT, MultimodalRopeEntry
+from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.vision_family import STYLES, VisionLanguageFamily, VisionLanguageTensorNaming, text_only_config
 from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
 from mega_common.errors import CheckpointError, ConfigError
@@ -225,6 +227,16 @@ def vision_module_family(
     )
 
 
+def _with_rows_and_columns(entry: ConfigEntry) -> ConfigEntry:
+    """Return the entry of Qwen3.5's text model, of rotary positions with those of rows and columns."""
+    if not isinstance(entry, RopeEntry):
+        return entry
+    return MultimodalRopeEntry(
+        theta=entry.theta, fraction=entry.fraction, partial=entry.partial, scalings=entry.scalings - {"dynamic", "longrope"},
+        sections=(11, 11, 10), alternates=True,
+    )  # fmt: skip
+
+
 VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     vision_module_family("mistral3", "Mistral3", legacy=True),
     vision_module_family("internvl", "InternVL", legacy=True),
@@ -253,6 +265,17 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
         entries=(),
         styles=(VisionLanguageTensorNaming("vision_model.", "", "language_model.model.", "language_model.", ""),),
         buffers=r"(.*\.)?rotary_emb(edding)?\.(inv_freq|freqs_ci)",
+    ),
+    *(
+        OptionalVisionFamily(
+            name=text.outer_model_type,
+            architecture=text.architecture.replace("ForCausalLM", "ForConditionalGeneration"),
+            entries=(),
+            text=replace(text, entries=tuple(map(_with_rows_and_columns, text.entries))),
+            styles=_styles("visual", "language_model", legacy=False),
+            buffers=r"(.*\.)?rotary_emb\.inv_freq|mtp\..*",
+        )
+        for text in (QWEN3_5, QWEN3_5_MOE)
     ),
     replace(
         vision_module_family("qwen2_vl", "Qwen2VL", encoder="visual"),
