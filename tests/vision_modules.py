@@ -243,8 +243,15 @@ _GLM_EXPERTS = text(
 )  # fmt: skip
 CASES |= {
     kind: (
-        {"vision_config": {**_GLM_VISION, **vision}, "text_config": inner, "image_token_id": IMAGE, "video_token_id": 301},
-        _GLM_IMAGES[0], {"processor_class": "Glm46VProcessor"}, _GLM_IMAGES[2],
+        {
+            "vision_config": {**_GLM_VISION, **vision},
+            "text_config": inner,
+            "image_token_id": IMAGE,
+            "video_token_id": 301,
+        },
+        _GLM_IMAGES[0],
+        {"processor_class": "Glm46VProcessor"},
+        _GLM_IMAGES[2],
     )
     for kind, inner, vision in (
         ("glm4v", text("glm4v_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
@@ -253,6 +260,29 @@ CASES |= {
         ("glm_ocr", text("glm_ocr_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
     )
 }
+CASES["glmga"] = (
+    CASES["glm46v"][0], {**_GLM_IMAGES[0], "image_processor_type": "GlmgaImageProcessorPil"}, *CASES["glm46v"][2:]
+)  # fmt: skip
+CASES["pp_chart2table"] = (
+    {
+        **CASES["got_ocr2"][0],
+        "vision_config": {**CASES["got_ocr2"][0]["vision_config"], "model_type": "pp_chart2table_vision"},
+        "tie_word_embeddings": False,
+    },
+    *CASES["got_ocr2"][1:],
+)  # fmt: skip
+CASES["video_llama_3"] = (
+    {
+        "vision_config": {
+            "model_type": "video_llama_3_vision", **{key: value for key, value in TOWER.items() if key != "image_size"},
+        },
+        "text_config": text("qwen2"), "image_token_id": IMAGE, "video_token_id": 301,
+    },
+    {
+        **CASES["exaone4_5"][1], "image_processor_type": "VideoLlama3ImageProcessorPil", "temporal_patch_size": 1,
+    },
+    {}, {"image_token": "<image>", "video_token": "<video>"},
+)  # fmt: skip
 _QWEN3_5_TEXT = {
     "initializer_range": 0.1,
     "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"],
@@ -290,7 +320,9 @@ def save_model(kind: str, folder: Path) -> Any:
     config, image_processor, processor, named = CASES[kind]
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config)))).eval()
+    model = AutoModelForImageTextToText.from_config(
+        CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config)))
+    ).eval()
     with torch.no_grad():  # numbers by which each part is seen in the result
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -353,7 +385,7 @@ def draw_picture(number: int, size: tuple[int, int] = (20, 15)) -> Image.Image:
 def draw_inputs(kind: str, number: int) -> ImageInputs:
     """Inputs of an image for a type whose processor the tests lack, or whose processor makes too many features for them."""
     draw = np.random.default_rng(number).standard_normal
-    if kind == "got_ocr2":
+    if kind in ("got_ocr2", "pp_chart2table"):
         return ImageInputs({"pixel_values": draw((1, 3, 64, 64), np.float32)}, (1, 1, 16))
     if kind == "lfm2_vl":
         arrays = {
@@ -381,7 +413,9 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
+    kinds = (
+        {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
+    )
     return found | kinds
 
 

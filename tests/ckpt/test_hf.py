@@ -230,9 +230,7 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
         )
         for name in source.tensor_names()
     }
-    run = save_sharded_checkpoint(
-        tmp_path / "run", 1, shards, model=source.model, state={}, assets=whole
-    )
+    run = save_sharded_checkpoint(tmp_path / "run", 1, shards, model=source.model, state={}, assets=whole)
     with caplog.at_level("WARNING"):
         convert_checkpoint(run, tmp_path / "out", "hf", verify=True)
     assert "whose weights are not in this checkpoint; only the language model" in caplog.text

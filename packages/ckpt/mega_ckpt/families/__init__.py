@@ -189,9 +189,12 @@ def find_family_by_name(name: object, source: str = "family", added: Sequence[Mo
     )
 
 
-def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+def detect_model_family(
+    raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = (), *, images: bool = True
+) -> ModelFamily:
     """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
-    `added` are families of extensions.
+    `added` are families of extensions; without `images` a model with images belongs to the family of its text model, if that
+    carries the other tensors.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one, or a section that is not a JSON object.
@@ -202,13 +205,13 @@ def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Seq
     kind = raw["model_type"]
     if kind == MISTRAL.name and "layer_types" in raw:  # as in transformers
         return MINISTRAL
+    outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
-    if vision is not None:
+    if vision is not None and (images or outer is None):
         inner = vision.text_config_of(raw)
         text = vision.find_own_text(inner.get("model_type"))
         text = text or detect_model_family(inner, f"{source}: text_config", added)
         return replace(vision, text=text)
-    outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
         reason = f": {REFUSED[kind]}" if kind in REFUSED else ""

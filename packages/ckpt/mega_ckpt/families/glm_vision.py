@@ -55,14 +55,19 @@ GLM_OCR_TEXT = replace(
     entries=(*_replace_entries(GLM4.entries, _dense_entry), FixedFieldsEntry({"qkv_bias": False})),
 )
 GLM4V_MOE_TEXT = replace(
-    GLM4_MOE, name="glm4v_moe_text", architecture="Glm4vMoeTextModel", entries=_replace_entries(GLM4_MOE.entries, _moe_entry)
+    GLM4_MOE,
+    name="glm4v_moe_text",
+    architecture="Glm4vMoeTextModel",
+    entries=_replace_entries(GLM4_MOE.entries, _moe_entry),
 )
 _EXPERTS = f"{LAYER}.mlp.experts"
 _STACKED_TEXT = replace(  # transformers stores and reads the experts of GLM-4.6V as two tensors
     GLM4V_MOE_TEXT,
     rules=(
         TensorRule(
-            f"{_EXPERTS}.gate_up_proj", (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"), ConcatExpertsLayout()
+            f"{_EXPERTS}.gate_up_proj",
+            (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"),
+            ConcatExpertsLayout(),
         ),
         TensorRule(f"{_EXPERTS}.down_proj", (f"{_EXPERTS}.down_proj.weight",), ConcatExpertsLayout()),
         *SHARED_EXPERT_RULES,
@@ -79,5 +84,6 @@ GLM_VISION_FAMILIES = (
     _family("glm4v", "Glm4v", GLM4V_TEXT),
     _family("glm4v_moe", "Glm4vMoe", GLM4V_MOE_TEXT),
     _family("glm46v", "Glm46V", GLM4V_TEXT, _STACKED_TEXT),
+    replace(_family("glmga", "Glm46V", GLM4V_TEXT, _STACKED_TEXT), name="glmga"),
     _family("glm_ocr", "GlmOcr", GLM_OCR_TEXT),
 )

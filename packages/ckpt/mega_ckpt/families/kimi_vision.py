@@ -22,7 +22,6 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.transformers_library import build_vision_language_config
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-from mega_common.vision_config import TOWER
 
 _TOWER, _BLOCK = "vision_tower.", "vision_tower.encoder.blocks."
 # Names in transformers' module and on disk, by parts that are replaced in order.

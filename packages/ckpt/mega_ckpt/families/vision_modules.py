@@ -248,6 +248,11 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     vision_module_family("lfm2_vl", "Lfm2Vl"),
     vision_module_family("aria", "Aria", legacy=True),
     vision_module_family("got_ocr2", "GotOcr2", legacy=True),
+    replace(
+        vision_module_family("pp_chart2table", "PPChart2Table", legacy=True),
+        architecture="GotOcr2ForConditionalGeneration",  # the class in transformers
+    ),
+    vision_module_family("video_llama_3", "VideoLlama3", encoder="vision_model"),
     vision_module_family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
     vision_module_family("vipllava", "VipLlava", legacy=True),
     vision_module_family("exaone4_5", "Exaone4_5_", encoder="visual"),
