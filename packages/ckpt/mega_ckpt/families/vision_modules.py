@@ -157,8 +157,8 @@ class OptionalVisionFamily(VisionModuleFamily):
 
 @dataclass(frozen=True)
 class Gemma4VisionFamily(OptionalVisionFamily):
-    """Declaration of Gemma 4 with images. With `use_bidirectional_attention: vision` placeholders of an image attend to each
-    other in the layers with a sliding window. The audio encoder is carried.
+    """Declaration of Gemma 4 with images; its audio encoder is carried.
+    With `use_bidirectional_attention: vision` placeholders of an image attend to each other in the layers with a sliding window.
     """
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
