@@ -15,7 +15,7 @@ from mega_trainer.verify.layout_case import LayoutCase
 
 def make_cases(kind: str, shapes: list[tuple[int, dict[str, Any]]], **more: Any) -> list[LayoutCase]:
     variant: dict[str, Any] = {"vision": read_vision(kind) | {"image_token": 60}}
-    if kind == "qwen2_vl":
+    if variant["vision"]["module"].get("grid_positions"):
         variant |= {"head_dim": 8, "scale_embeddings": False, "rope": {"theta": 100.0, "sections": [2, 1, 1]}}
     return [
         case("vision", ranks, parallel=parallel, micro=2, variant=variant, length=24, **more)
