@@ -42,6 +42,6 @@ def test_all_dimensions() -> None:
 def test_every_type_split_over_tensor_ranks_and_over_stages_and_data_ranks() -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [(2, {"tp": 2}), (4, {"pp": 2, "zero": 1})]
     kinds = [
-        kind for kind in PREPARED if kind != "aria" and not kind.startswith("gemma4")
+        kind for kind in PREPARED if kind != "aria" and not kind.startswith(("gemma4", "glm"))
     ]  # of long images, or with norms in fp32
     assert not problems([one for kind in kinds for one in make_cases(kind, shapes, steps=1)])
