@@ -126,7 +126,7 @@ def _load_processor(module: VisionModuleConfig, image_processor: Any) -> Any:
     from transformers.models.auto import processing_auto
 
     classes, own = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"], module.processor.get("processor_class")
-    found = getattr(transformers, own if own in classes.values() else classes[module.model_type])
+    found = getattr(transformers, str(own if own in classes.values() else classes[module.model_type]))
 
     class ImagesOnly(found):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
