@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
@@ -181,6 +182,41 @@ CASES["gemma4"] = (
         "boa_token": "<|audio>", "eoa_token": "<audio|>",
     },
 )  # fmt: skip
+CASES["gemma4:together"] = (  # placeholders of an image attend to each other
+    {
+        **CASES["gemma4"][0], "text_config": {
+            **CASES["gemma4"][0]["text_config"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision",
+        },
+    },
+    *CASES["gemma4"][1:],
+)  # fmt: skip
+CASES["llama4"] = (
+    {
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+            "vision_output_dim": 20, "projector_input_dim": 20, "projector_output_dim": 20, "pixel_shuffle_ratio": 0.5,
+        },
+        "text_config": text(
+            "llama4_text", num_hidden_layers=4, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=16, num_local_experts=4,
+            interleave_moe_layer_step=2, floor_scale=4,
+        ),
+        "image_token_index": IMAGE,
+    },
+    {}, {}, {"image_token": "<|patch|>"},
+)  # fmt: skip
+CASES["kimi_k25"] = (
+    {
+        "vision_config": {**{key: value for key, value in TOWER.items() if key != "image_size"}, "pos_emb_height": 6, "pos_emb_width": 6},
+        "text_config": text(
+            "deepseek_v3", num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8,
+            qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=16,
+            n_group=2, topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=0,
+        ),
+        "image_token_id": IMAGE, "projection_hidden_size": 24, "tie_word_embeddings": False,
+    },
+    {}, {}, {"image_token": "<|media_pad|>"},
+)  # fmt: skip
 CASES["qwen2_vl"] = (
     {
         "vision_config": {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
@@ -189,7 +225,94 @@ CASES["qwen2_vl"] = (
     },
     *CASES["exaone4_5"][1:],
 )  # fmt: skip
+
+
+_GLM_VISION = {
+    "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "image_size": 32, "patch_size": 4,
+    "out_hidden_size": 32, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+}  # fmt: skip
+_GLM_IMAGES = (
+    {"image_processor_type": "Glm46VImageProcessorPil", **CASES["exaone4_5"][1], "size": {"shortest_edge": 128, "longest_edge": 2048}},
+    {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
+)  # fmt: skip
+_GLM_TEXT = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_GLM_EXPERTS = text(
+    "glm4v_moe_text", **_GLM_TEXT, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    rope_parameters=_GLM_ROPE,
+)  # fmt: skip
+CASES |= {
+    kind: (
+        {
+            "vision_config": {**_GLM_VISION, **vision},
+            "text_config": inner,
+            "image_token_id": IMAGE,
+            "video_token_id": 301,
+        },
+        _GLM_IMAGES[0],
+        {"processor_class": "Glm46VProcessor"},
+        _GLM_IMAGES[2],
+    )
+    for kind, inner, vision in (
+        ("glm4v", text("glm4v_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
+        ("glm4v_moe", _GLM_EXPERTS, {}),
+        ("glm46v", _GLM_EXPERTS, {"model_type": "glm4v_moe_vision"}),
+        ("glm_ocr", text("glm_ocr_text", **_GLM_TEXT, rope_parameters=_GLM_ROPE), {}),
+    )
+}
+CASES["glmga"] = (
+    CASES["glm46v"][0], {**_GLM_IMAGES[0], "image_processor_type": "GlmgaImageProcessorPil"}, *CASES["glm46v"][2:]
+)  # fmt: skip
+CASES["pp_chart2table"] = (
+    {
+        **CASES["got_ocr2"][0],
+        "vision_config": {**CASES["got_ocr2"][0]["vision_config"], "model_type": "pp_chart2table_vision"},
+        "tie_word_embeddings": False,
+    },
+    *CASES["got_ocr2"][1:],
+)  # fmt: skip
+CASES["video_llama_3"] = (
+    {
+        "vision_config": {
+            "model_type": "video_llama_3_vision", **{key: value for key, value in TOWER.items() if key != "image_size"},
+        },
+        "text_config": text("qwen2"), "image_token_id": IMAGE, "video_token_id": 301,
+    },
+    {
+        **CASES["exaone4_5"][1], "image_processor_type": "VideoLlama3ImageProcessorPil", "temporal_patch_size": 1,
+    },
+    {}, {"image_token": "<image>", "video_token": "<video>"},
+)  # fmt: skip
+_QWEN3_5_TEXT = {
+    "initializer_range": 0.1,
+    "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+CASES |= {
+    kind: (
+        {
+            "vision_config": {
+                "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+            },
+            "text_config": text(f"{kind}_text", **_QWEN3_5_TEXT, **more), "image_token_id": IMAGE, "video_token_id": 301,
+        },
+        *CASES["exaone4_5"][1:],
+    )
+    for kind, more in (
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}),
+    )
+}  # fmt: skip
 PREPARED = [kind for kind, (_, image_processor, *_) in CASES.items() if image_processor]
+
+
+def model_type_of(kind: str) -> str:
+    """The model type of a case, which may be followed by the name of a variant."""
+    return kind.partition(":")[0]
 
 
 def save_model(kind: str, folder: Path) -> Any:
@@ -197,7 +320,9 @@ def save_model(kind: str, folder: Path) -> Any:
     config, image_processor, processor, named = CASES[kind]
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**json.loads(json.dumps(config)))).eval()
+    model = AutoModelForImageTextToText.from_config(
+        CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config)))
+    ).eval()
     with torch.no_grad():  # numbers by which each part is seen in the result
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -207,6 +332,8 @@ def save_model(kind: str, folder: Path) -> Any:
             elif name.endswith(("std_bias", "std_scale")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
+    if kind == "kimi_k25":
+        rename_as_published(folder)
     train_tokenizer(["what is it? the end of the story"] * 3, 290, folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     while backend.get_vocab_size() < IMAGE:
@@ -223,10 +350,23 @@ def save_model(kind: str, folder: Path) -> Any:
     return model
 
 
+def rename_as_published(folder: Path) -> None:
+    """Give tensors of Kimi-K2.5 the names of the published model, which transformers reads and changes when it saves."""
+    tensors = load_file(folder / "model.safetensors")
+    parts = ("language_model.model.blocks", "language_model.model.layers"), ("encoder.patch_embed", "patch_embed")
+    for name in list(tensors):
+        new = name.removeprefix("model.")
+        for old, part in parts:
+            new = new.replace(old, part)
+        tensors[new] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def read_vision(kind: str) -> dict[str, Any]:
     """The section `vision` of a type, for any text model as wide as its own."""
     config, image_processor, processor, named = CASES[kind]
-    raw = json.loads(CONFIG_MAPPING[kind](**config).to_json_string(use_diff=False)) | {"model_type": kind}
+    made = CONFIG_MAPPING[model_type_of(kind)](**config)
+    raw = json.loads(made.to_json_string(use_diff=False)) | {"model_type": model_type_of(kind)}
     vision = detect_model_family(raw).read_config_json(raw).vision
     assert vision is not None
     files = {"processor_config.json": processor, "tokenizer_config.json": {"extra_special_tokens": named}}
@@ -245,7 +385,7 @@ def draw_picture(number: int, size: tuple[int, int] = (20, 15)) -> Image.Image:
 def draw_inputs(kind: str, number: int) -> ImageInputs:
     """Inputs of an image for a type whose processor the tests lack, or whose processor makes too many features for them."""
     draw = np.random.default_rng(number).standard_normal
-    if kind == "got_ocr2":
+    if kind in ("got_ocr2", "pp_chart2table"):
         return ImageInputs({"pixel_values": draw((1, 3, 64, 64), np.float32)}, (1, 1, 16))
     if kind == "lfm2_vl":
         arrays = {
@@ -254,6 +394,13 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
             "spatial_shapes": np.array([[4, 4], [4, 2]]),
         }
         return ImageInputs(arrays, (1, 1, 6))
+    if kind == "kimi_k25":
+        high, wide = 4, 4 + 2 * (number % 3)
+        arrays = {
+            "pixel_values": draw((high * wide, 3, 4, 4), np.float32),
+            "image_grid_thw": np.array([[1, high, wide]]),
+        }
+        return ImageInputs(arrays, (1, 1, high * wide // 4))
     if kind == "smolvlm":
         tiles = 1 + number % 3
         mask = np.ones((1, tiles, 16, 16), bool)
@@ -264,9 +411,11 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 
 
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
-    """Inputs of several images for transformers, which are padded to the largest one; Qwen's with the kind of each token."""
+    """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind == "qwen2_vl" else {}
+    kinds = (
+        {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
+    )
     return found | kinds
 
 

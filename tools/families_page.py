@@ -233,7 +233,10 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
 
 
 LIMITS = {  # settings of a listed type that are refused by name
-    "gemma4": "; without sound; with `use_bidirectional_attention: vision` its text model alone",
+    "gemma4": "; without sound and videos",
+    "kimi_k25": "; without videos",
+    "qwen3_5": "; its MTP layer is carried",
+    "qwen3_5_moe": "; its MTP layer is carried",
 }
 
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from vision_modules import save_model as save_vision_model
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
@@ -112,92 +113,35 @@ def test_tied_embeddings_may_be_stored_twice_if_they_are_the_same(folders: dict[
         HfSource(folder)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
-def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) -> None:
-    """As on the hub: its settings and names inside the whole's, its experts fused; what is of images is carried."""
-    text, whole, mega, back = (tmp_path / name for name in ("text", "whole", "mega", "back"))
-    save_model(text, case)
-    source, whole_raw = HfSource(text), json.loads((text / "config.json").read_text())
-    whole.mkdir()
-    kind = whole_raw["model_type"].removesuffix("_text")
-    outer = {"model_type": kind, "text_config": whole_raw, "vision_config": {"depth": 1}, "tie_word_embeddings": False}
-    (whole / "config.json").write_text(json.dumps(outer))
-    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
-    for layer in range(3 if case == "qwen3_5_moe" else 0):
+def test_fused_experts_of_a_model_with_images(tmp_path: Path) -> None:
+    """As on the hub: experts in two tensors, and an MTP block that is carried."""
+    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
+    save_vision_model("qwen3_5_moe", whole)
+    source, tensors = HfSource(whole), on_disk(whole)
+    before = {name: source.read_tensor(name) for name in source.tensor_names()}
+    for layer in range(2):
         experts = f"model.language_model.layers.{layer}.mlp.experts"
-        one = {
-            part: torch.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(6)])
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(4)])
             for part in ("gate", "up", "down")
-        }
-        tensors |= {
-            f"{experts}.gate_up_proj": torch.cat([one["gate"], one["up"]], 1),
-            f"{experts}.down_proj": one["down"],
-        }
-    save_file(
-        {**tensors, "model.visual.pos_embed.weight": torch.ones(3, 2), "mtp.norm.weight": torch.ones(2)},
-        whole / "model.safetensors",
-    )
-    inner = HfSource(whole)
-    assert all(torch.equal(source.read_tensor(name), inner.read_tensor(name)) for name in source.tensor_names())
-    assert sorted(inner.buffer_names()) == ["model.visual.pos_embed.weight", "mtp.norm.weight"]
+        )
+        tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    save_file({**tensors, "mtp.norm.weight": torch.ones(2)}, whole / "model.safetensors")
+    fused = HfSource(whole)
+    assert all(torch.equal(fused.read_tensor(name), value) for name, value in before.items())
+    assert fused.buffer_names() == ["mtp.norm.weight"]
     convert_checkpoint(whole, mega, "mega")
     convert_checkpoint(mega, back, "hf")
     assert content(back) == content(whole)
 
 
-def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
-    """As on the hub, under the names of transformers' whole model; its vision encoder and projector are carried."""
+def test_the_text_part_of_gemma_4(tmp_path: Path) -> None:
     whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
-    settings = {**MODELS["llama4"][1], "model_type": "llama4_text"}
-    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
-              "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8}  # fmt: skip
-    config = AutoConfig.for_model("llama4", text_config=settings, vision_config=vision)
-    model = AutoModelForImageTextToText.from_config(config)
-    model.save_pretrained(whole)
-    inner, weights = HfSource(whole), model.state_dict()
-    assert inner.model.num_layers == 4
-    assert torch.equal(inner.read_tensor("lm_head.weight"), weights["language_model.lm_head.weight"])
-    convert_checkpoint(whole, mega, "mega")
-    convert_checkpoint(mega, back, "hf")
-    assert content(back) == content(whole)
-
-
-def test_the_text_part_of_kimi_k2_5(tmp_path: Path) -> None:
-    """DeepSeek-V3's layers under the names of the hub; its vision encoder and projector are carried."""
-    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
-    settings = {**MODELS["deepseek_v3"][1], "model_type": "deepseek_v3"}
-    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-    config = AutoConfig.for_model(
-        "kimi_k25", text_config=settings, vision_config=vision, projection_hidden_size=8, tie_word_embeddings=False
-    )
-    model = AutoModelForImageTextToText.from_config(config)
-    model.save_pretrained(whole)
-    # transformers 5.23 writes "blocks" for the layers of the text model, too, unlike the hub
-    tensors = {
-        name.replace("language_model.model.blocks", "language_model.model.layers"): one
-        for name, one in on_disk(whole).items()
-    }
-    save_file(tensors, whole / "model.safetensors")
-    inner, weights = HfSource(whole), model.state_dict()
-    for name in ("lm_head.weight", "model.layers.1.self_attn.kv_b_proj.weight"):
-        assert torch.equal(inner.read_tensor(name), weights[name.replace("model.", "model.language_model.")])
-    assert all("vision_tower." in name or "mm_projector." in name for name in inner.buffer_names())
-    convert_checkpoint(whole, mega, "mega")
-    convert_checkpoint(mega, back, "hf")
-    assert content(back) == content(whole)
-
-
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-unified"])
-def test_the_text_part_of_gemma_4(tmp_path: Path, case: str) -> None:
-    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
-    kind, settings = MODELS[case]
-    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4,
-              "intermediate_size": 12, "position_embedding_size": 8, "mm_embed_dim": 8, "mm_posemb_size": 6}  # fmt: skip
-    vision = {key: value for key, value in vision.items() if case == "gemma4" or key.startswith("mm_")}
+    kind, settings = MODELS["gemma4-unified"]
     config = AutoConfig.for_model(
         kind.removesuffix("_text"),
         text_config={**settings, "model_type": kind, "use_bidirectional_attention": "vision"},
-        vision_config=vision,
+        vision_config={"mm_embed_dim": 8, "mm_posemb_size": 6},
     )
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(whole)
@@ -278,10 +222,7 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
     outer |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": raw["tie_word_embeddings"]}
     (whole / "config.json").write_text(json.dumps(outer))
     (whole / "preprocessor_config.json").write_text("{}")
-    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
-    save_file({**tensors, "model.visual.pos_embed.weight": torch.ones(3, 2)}, whole / "model.safetensors")
-    convert_checkpoint(whole, tmp_path / "mega", "mega")
-    source = HfSource(whole)
+    source = HfSource(text)
     shards = {
         f"weights/{name}": ShardedTensor(
             tuple(source.tensor_shape(name)),
@@ -289,9 +230,7 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
         )
         for name in source.tensor_names()
     }
-    run = save_sharded_checkpoint(
-        tmp_path / "run", 1, shards, model=source.model, state={}, assets=tmp_path / "mega" / "assets"
-    )
+    run = save_sharded_checkpoint(tmp_path / "run", 1, shards, model=source.model, state={}, assets=whole)
     with caplog.at_level("WARNING"):
         convert_checkpoint(run, tmp_path / "out", "hf", verify=True)
     assert "whose weights are not in this checkpoint; only the language model" in caplog.text

@@ -1,15 +1,16 @@
-"""A tiny Gemma 4 with images, by the commands that a user types: from images and text to a folder that transformers runs."""
+"""Tiny models with images, by the commands that a user types: from images and text to a folder that transformers runs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from commands import typed
 from transformers import AutoModelForImageTextToText
-from vision_modules import draw_picture, join_inputs, save_model
+from vision_modules import CASES, draw_picture, join_inputs, save_model
 
 from mega_cli.main import build_typer_app
 from mega_data.tokenizer import Tokenizer
@@ -20,11 +21,14 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} "
     "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
 )
+TOWERS = ("vision_tower", "vision_model", "vision_encoder", "visual")
+LONG = ("glm4v_moe", "glm_ocr", "qwen3_5_moe", "video_llama_3")
 
 
-def test_from_images_and_text_to_a_folder_that_transformers_generates_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma4:together", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+def test_from_images_and_text_to_a_folder_that_transformers_generates_from(tmp_path: Path, kind: str) -> None:
     base, pictures, app = tmp_path / "base", tmp_path / "pictures", build_typer_app()
-    before = {name: value.clone() for name, value in save_model("gemma4", base).named_parameters()}
+    before = {name: value.clone() for name, value in save_model(kind, base).named_parameters()}
     tokenizer = json.loads((base / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
     (base / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     pictures.mkdir()
@@ -52,17 +56,19 @@ def test_from_images_and_text_to_a_folder_that_transformers_generates_from(tmp_p
         load_inference_model(tmp_path / "hf"),
     )
     moved = {name for name, value in theirs.named_parameters() if not value.equal(before[name])}
-    assert all(
-        any(part in name for name in moved) for part in ("vision_tower", "embed_vision", "per_layer", "embed_tokens")
-    )
-    prompt = ImagePrompt("<|image|> what is it?", [(pictures / "1.png").read_bytes()])
+    seen = [name for name in moved if any(part in name for part in TOWERS)]
+    assert seen
+    assert any("embed_tokens" in name for name in moved)
+    assert any("layers" in name for name in moved.difference(seen))
+    mark = CASES[kind][3].get("image_token") or CASES[kind][3].get("context_image_token") or "<image>"
+    prompt = ImagePrompt(f"{mark} what is it?", [(pictures / "1.png").read_bytes()])
     tokens, images = prompt.encode_prompt(ours, Tokenizer(tmp_path / "hf"))
     row = theirs.generate(
         torch.tensor([tokens]), do_sample=False, max_new_tokens=4, eos_token_id=None, pad_token_id=0,
-        **join_inputs("gemma4", list(images.pixels), torch.tensor([tokens])),
+        **join_inputs(kind, list(images.pixels), torch.tensor([tokens])),
     )  # fmt: skip
     found = typed(
-        app, "generate", tmp_path / "hf", "--image", pictures / "1.png", "--prompt", "<|image|> what is it?",
+        app, "generate", tmp_path / "hf", "--image", pictures / "1.png", "--prompt", f"{mark} what is it?",
         "--max-new-tokens", 4, "--device", "cpu", "--json",
     )  # fmt: skip
     answer = json.loads(found.stdout)["tokens"]

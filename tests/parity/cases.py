@@ -316,6 +316,11 @@ VARIANTS["vision"] = [
             },
         },
     },
+    {
+        "sliding_window": 5, "full_attention_layers": [1], "vision": MODELS["vision"]["vision"] | {
+            "image_size": 8, "bidirectional": True, "bidirectional_windows": True,
+        },
+    },
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}

@@ -97,6 +97,9 @@ class VisionConfig(StrictConfig):
     bidirectional: bool = Field(
         False, description="bidirectional attention among the placeholders of an image in the decoder"
     )
+    bidirectional_windows: bool = Field(
+        False, description="bidirectional only in decoder layers with a sliding window, as in Gemma 4"
+    )
     pinpoints: Annotated[tuple[Resolution, ...], Field(min_length=1)] | None = Field(
         None,
         description="heights and widths in pixels; an image is resized to the best one and cut into tiles of image_size, "
@@ -234,6 +237,8 @@ class VisionConfig(StrictConfig):
             yield ConfigProblem("feature_layer", rule, self.feature_layer)
         if self.feature_class and not self.class_token:
             yield ConfigProblem("feature_class", "requires class_token", hint="feature_class: false")
+        if self.bidirectional_windows and not self.bidirectional:
+            yield ConfigProblem("bidirectional_windows", "requires bidirectional", True, "bidirectional: true")
         if self.image_size // self.patch_size % self.pool:
             rule = f"must divide the {self.image_size // self.patch_size} patches of a side"
             yield ConfigProblem("pool", rule, self.pool)

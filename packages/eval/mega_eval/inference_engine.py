@@ -353,6 +353,7 @@ class InferenceEngine:
         """
         model, device = self._model, self._model.device
         spans: list[RequestTokenSpan] = []
+        vision = self._model.config.vision
         tokens: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -368,6 +369,7 @@ class InferenceEngine:
                     row.image_ranges,
                     row.cross_memory or {},
                     self._page_size,
+                    vision is not None and vision.bidirectional_windows,
                 )
             )
             tokens += (row.tokens[row.num_computed : total] + row.drafts)[:count]

@@ -159,6 +159,7 @@ class RequestTokenSpan:
         image_ranges: positions of images with bidirectional attention; a step computes all tokens of an image or none.
         cross_memory: for each decoder layer, keys and values of the encoded text [1, E, K, d].
         page_size: tokens per page.
+        images_in_windows: attention among the tokens of an image is bidirectional only in layers with a sliding window.
     """
 
     tokens: slice
@@ -168,6 +169,7 @@ class RequestTokenSpan:
     image_ranges: Sequence[range] = ()
     cross_memory: EncoderMemory = field(default_factory=dict)
     page_size: int = PAGE
+    images_in_windows: bool = False
 
     @property
     def new_token_count(self) -> int:
@@ -175,11 +177,12 @@ class RequestTokenSpan:
         count: int = self.tokens.stop - self.tokens.start
         return count
 
-    @property
-    def attention_segments(self) -> Iterator[tuple[range, bool]]:
-        """Position ranges of the row's new tokens, cut at image boundaries, each with a flag that is True for an image."""
+    def attention_segments(self, window: int | None) -> Iterator[tuple[range, bool]]:
+        """Yield position ranges of the row's new tokens, cut at image boundaries.
+        Each has a flag that is True for an image with bidirectional attention in a layer with this sliding window or none.
+        """
         position = self.total - self.new_token_count
-        for block in self.image_ranges:
+        for block in () if self.images_in_windows and window is None else self.image_ranges:
             if position <= block.start < self.total:
                 yield range(position, block.start), False
                 yield block, True
@@ -335,7 +338,7 @@ class PagedCache:
         left, others = None if window is None else window - 1, slice(self._single, None)
         keys, values = self._view_visible_keys(layer, window, attend, others)
         for span, *kept in zip(self._spans[others], keys, values, strict=True):
-            for positions, image in filter(lambda segment: segment[0], span.attention_segments):
+            for positions, image in filter(lambda segment: segment[0], span.attention_segments(window)):
                 parts = [(positions, 0)]
                 if window is not None and attend.chunked:
                     parts = list(span.split_at_chunks(positions, window))

@@ -49,6 +49,7 @@ from mega_ckpt.families.further_encoders import (
 from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from mega_ckpt.families.glm_vision import GLM_VISION_FAMILIES
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
     GRANITE,
@@ -60,6 +61,7 @@ from mega_ckpt.families.granite import (
 )
 from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from mega_ckpt.families.indexed_decoders import DEEPSEEK_V32, GLM_MOE_DSA
+from mega_ckpt.families.kimi_vision import KIMI_K25
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -126,7 +128,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
-from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES, VisionModuleFamily
 from mega_ckpt.families.windowed_head_decoders import LAGUNA, MIMO_V2_FLASH
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
@@ -158,8 +160,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO_HYBRID, LONGCAT_FLASH, BIOGPT,
 )  # fmt: skip
 
+MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (*VISION_MODULE_FAMILIES, *GLM_VISION_FAMILIES, KIMI_K25)
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
-    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES,
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *MODULE_FAMILIES,
 )  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
@@ -190,9 +193,12 @@ def find_family_by_name(name: object, source: str = "family", added: Sequence[Mo
     )
 
 
-def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+def detect_model_family(
+    raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = (), *, images: bool = True
+) -> ModelFamily:
     """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
-    `added` are families of extensions.
+    `added` are families of extensions; without `images` a model with images belongs to the family of its text model, if that
+    carries the other tensors.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one, or a section that is not a JSON object.
@@ -203,11 +209,13 @@ def detect_model_family(raw: ConfigDict, source: str = "config.json", added: Seq
     kind = raw["model_type"]
     if kind == MISTRAL.name and "layer_types" in raw:  # as in transformers
         return MINISTRAL
-    vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
-    if vision is not None:
-        text = vision.text or detect_model_family(vision.text_config_of(raw), f"{source}: text_config", added)
-        return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
+    vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
+    if vision is not None and (images or outer is None):
+        inner = vision.text_config_of(raw)
+        text = vision.find_own_text(inner.get("model_type"))
+        text = text or detect_model_family(inner, f"{source}: text_config", added)
+        return replace(vision, text=text)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
         reason = f": {REFUSED[kind]}" if kind in REFUSED else ""
@@ -257,7 +265,8 @@ def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
     A vision encoder that is a module of transformers has its own.
     """
     if model.rope.sections is not None:
-        return [family for family in VISION_FAMILIES if family.text is not None]
+        own = [(family, text) for family in VISION_FAMILIES for text in (family.text, *family.own_texts)]
+        return [replace(family, text=text) for family, text in own if text is not None]
     text, module = find_family_expressing_model(text_only_config(model)), model.vision and model.vision.module
-    families = VISION_MODULE_FAMILIES if module else VISION_FAMILIES
+    families = MODULE_FAMILIES if module else VISION_FAMILIES
     return [replace(family, text=text) for family in families if family.text is None]

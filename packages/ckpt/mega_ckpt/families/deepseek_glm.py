@@ -245,13 +245,7 @@ YOUTU = ModelFamily(
 )  # Youtu-LLM (Tencent): DeepSeek-V3's latent attention without experts
 
 
-DEEPSEEK_V3 = replace(
-    _V3,
-    aliases=("kimi_k2",),  # Kimi K2 (arXiv:2507.20534)
-    outer_model_type="kimi_k25",
-    inner_prefix=("", "language_model."),
-    buffers=r"(model\.)?(vision_tower|mm_projector)\..*|(.*\.)?rotary_emb\.inv_freq",
-)
+DEEPSEEK_V3 = replace(_V3, aliases=("kimi_k2",))  # Kimi K2 (arXiv:2507.20534)
 
 
 _SHARED: tuple[ConfigEntry, ...] = (

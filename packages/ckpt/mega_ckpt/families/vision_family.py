@@ -105,6 +105,7 @@ class VisionLanguageFamily(ModelFamily):
         flat: older folders have the text model's keys next to `vision_config` instead of in a `text_config`.
         projector: rules of the projector's tensors.
         towers: allowed `model_type`s of the vision encoder.
+        own_texts: families of text models that only occur in it, one of which config.json selects.
         texts: allowed `model_type`s of the text model; empty: any.
         pixels: preprocessing that differs from `PIXELS`.
     """
@@ -116,6 +117,7 @@ class VisionLanguageFamily(ModelFamily):
     ties_by_outer_key: bool = False
     projector: tuple[TensorRule, ...] = ()
     towers: tuple[str, ...] = tuple(VISION_ENCODERS)
+    own_texts: tuple[ModelFamily, ...] = ()
     texts: tuple[str, ...] = ()
     pixels: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,6 +126,10 @@ class VisionLanguageFamily(ModelFamily):
         """Family of the text model; AssertionError until a config.json has selected it."""
         assert self.text is not None
         return self.text
+
+    def find_own_text(self, name: object) -> ModelFamily | None:
+        """Return the family of the text model if it only occurs in this family, from its `model_type` in config.json."""
+        return self.text or next((family for family in self.own_texts if family.name == name), None)
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
         """Return whether the images of this config.json are supported; else its text model may be, on its own."""

@@ -12,10 +12,12 @@ from math import isqrt
 from typing import Any
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families.config_entries import ConfigDict
+from mega_ckpt.families.config_entries import ConfigDict, ConfigEntry
 from mega_ckpt.families.disk_layouts import SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import CARRIED
-from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
+from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE
+from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT, MultimodalRopeEntry
+from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.vision_family import STYLES, VisionLanguageFamily, VisionLanguageTensorNaming, text_only_config
 from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
 from mega_common.errors import CheckpointError, ConfigError
@@ -25,7 +27,9 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 _TIED = "tie_word_embeddings"
 _AS_THEY_ARE = SingletonAxesLayout(before=0)  # tensors of any shape, also numbers
 # Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
-_NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+_NEUTRAL: Mapping[str, Any] = {
+    "final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 _SIZES = {
     "num_layers": ("num_hidden_layers", "depth"),
     "hidden_size": ("embed_dim", "hidden_size"),
@@ -92,7 +96,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         config = build_vision_language_config(raw)
         inner: dict[str, Any] = config.text_config.to_dict()
         found = inner | dict(raw.get("text_config") or {}) | {_TIED: bool(config.tie_word_embeddings)}
-        return found | {key: _NEUTRAL[key] for key in _NEUTRAL if key in found}
+        return found | {key: value for key, value in _NEUTRAL.items() if key in found or not value}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that transformers does not read for this type.
@@ -143,27 +147,32 @@ class VisionModuleFamily(VisionLanguageFamily):
 
 
 @dataclass(frozen=True)
-class Gemma4VisionFamily(VisionModuleFamily):
-    """Declaration of Gemma 4 with images, of the models whose text has causal attention alone.
-    Folders of others, in which placeholders of an image attend to each other, and of those without a vision encoder are read as
-    text models. The audio encoder is carried.
-    """
+class OptionalVisionFamily(VisionModuleFamily):
+    """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the model has a vision encoder, and no bidirectional attention among placeholders."""
-        inner = raw.get("text_config") or {}
-        return raw.get("vision_config") is not None and inner.get("use_bidirectional_attention") is None
+        """Return whether the model has a vision encoder."""
+        return raw.get("vision_config") is not None
+
+
+@dataclass(frozen=True)
+class Gemma4VisionFamily(OptionalVisionFamily):
+    """Declaration of Gemma 4 with images; its audio encoder is carried.
+    With `use_bidirectional_attention: vision` placeholders of an image attend to each other in the layers with a sliding window.
+    """
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
         Placeholders have the per-layer inputs of the padding token.
         """
-        model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
+        model, inner = super().read_config_json(raw, source), self.text_config_of(raw)
+        padding, together = inner.get("pad_token_id"), inner.get("use_bidirectional_attention") == "vision"
         if padding is None or model.vision is None:
             raise CheckpointError(
                 f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
             )
-        vision = model.vision.model_copy(update={"layer_input_token": padding})
+        fields = {"layer_input_token": padding, "bidirectional": together, "bidirectional_windows": together}
+        vision = model.vision.model_copy(update=fields)
         return model.model_copy(update={"vision": vision})
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
@@ -196,7 +205,7 @@ def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[VisionLanguage
     return renamed if legacy else renamed[2:]
 
 
-def _family(
+def vision_module_family(
     name: str,
     architecture: str,
     *,
@@ -204,6 +213,9 @@ def _family(
     decoder: str = "language_model",
     legacy: bool = False,
 ) -> VisionModuleFamily:
+    """Return the declaration of a family from the names of its class and of its parts in transformers.
+    With `legacy` there are folders with the names of older versions as well.
+    """
     return VisionModuleFamily(
         name=name,
         architecture=f"{architecture}ForConditionalGeneration",
@@ -215,21 +227,36 @@ def _family(
     )
 
 
+def _with_rows_and_columns(entry: ConfigEntry) -> ConfigEntry:
+    """Return the entry of Qwen3.5's text model, of rotary positions with those of rows and columns."""
+    if not isinstance(entry, RopeEntry):
+        return entry
+    return MultimodalRopeEntry(
+        theta=entry.theta, fraction=entry.fraction, partial=entry.partial, scalings=entry.scalings - {"dynamic", "longrope"},
+        sections=(11, 11, 10), alternates=True,
+    )  # fmt: skip
+
+
 VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
-    _family("mistral3", "Mistral3", legacy=True),
-    _family("internvl", "InternVL", legacy=True),
-    _family("idefics3", "Idefics3", encoder="vision_model", decoder="text_model"),
-    _family("smolvlm", "SmolVLM", encoder="vision_model", decoder="text_model"),
-    _family("llava_onevision", "LlavaOnevision", legacy=True),
-    _family("aya_vision", "AyaVision", legacy=True),
-    _family("cohere2_vision", "Cohere2Vision"),
-    _family("lfm2_vl", "Lfm2Vl"),
-    _family("aria", "Aria", legacy=True),
-    _family("got_ocr2", "GotOcr2", legacy=True),
-    _family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
-    _family("vipllava", "VipLlava", legacy=True),
-    _family("exaone4_5", "Exaone4_5_", encoder="visual"),
-    _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    vision_module_family("mistral3", "Mistral3", legacy=True),
+    vision_module_family("internvl", "InternVL", legacy=True),
+    vision_module_family("idefics3", "Idefics3", encoder="vision_model", decoder="text_model"),
+    vision_module_family("smolvlm", "SmolVLM", encoder="vision_model", decoder="text_model"),
+    vision_module_family("llava_onevision", "LlavaOnevision", legacy=True),
+    vision_module_family("aya_vision", "AyaVision", legacy=True),
+    vision_module_family("cohere2_vision", "Cohere2Vision"),
+    vision_module_family("lfm2_vl", "Lfm2Vl"),
+    vision_module_family("aria", "Aria", legacy=True),
+    vision_module_family("got_ocr2", "GotOcr2", legacy=True),
+    replace(
+        vision_module_family("pp_chart2table", "PPChart2Table", legacy=True),
+        architecture="GotOcr2ForConditionalGeneration",  # the class in transformers
+    ),
+    vision_module_family("video_llama_3", "VideoLlama3", encoder="vision_model"),
+    vision_module_family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
+    vision_module_family("vipllava", "VipLlava", legacy=True),
+    vision_module_family("exaone4_5", "Exaone4_5_", encoder="visual"),
+    vision_module_family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
     Gemma4VisionFamily(
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
@@ -237,19 +264,33 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
         styles=_styles("vision_tower", "language_model", legacy=False),
         buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)|(model\.)?(audio_tower|embed_audio)\..*",
     ),
+    OptionalVisionFamily(
+        name="llama4",
+        architecture="Llama4ForConditionalGeneration",
+        entries=(),
+        styles=(VisionLanguageTensorNaming("vision_model.", "", "language_model.model.", "language_model.", ""),),
+        buffers=r"(.*\.)?rotary_emb(edding)?\.(inv_freq|freqs_ci)",
+    ),
+    *(
+        OptionalVisionFamily(
+            name=text.outer_model_type,
+            architecture=text.architecture.replace("ForCausalLM", "ForConditionalGeneration"),
+            entries=(),
+            text=replace(text, entries=tuple(map(_with_rows_and_columns, text.entries))),
+            styles=_styles("visual", "language_model", legacy=False),
+            buffers=r"(.*\.)?rotary_emb\.inv_freq|mtp\..*",
+        )
+        for text in (QWEN3_5, QWEN3_5_MOE)
+    ),
     replace(
-        _family("qwen2_vl", "Qwen2VL", encoder="visual"),
+        vision_module_family("qwen2_vl", "Qwen2VL", encoder="visual"),
         text=replace(QWEN2_5_VL_TEXT, name="qwen2_vl_text", architecture="Qwen2VLTextModel"),
         styles=QWEN2_5_VL.styles,
     ),
 )
 
-_MROPE = "a text model of its own with rotary positions of rows and columns (M-RoPE)"
 # Types whose images enter in another way than by features in place of placeholders.
 REFUSED: Mapping[str, str] = {
-    "glm4v": _MROPE,
-    "glm4v_moe": _MROPE,
-    "glm_ocr": _MROPE,
     "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
     "paligemma": "tokens of a prompt attend to later ones",
 }

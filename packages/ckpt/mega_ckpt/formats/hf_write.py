@@ -122,7 +122,7 @@ class OriginalHfFolder:
         `model` have them. `families` come from extensions.
         """
         try:
-            family = detect_model_family(self.config_json, added=families)
+            family = detect_model_family(self.config_json, added=families, images=model.vision is not None)
             names = [name for header in self.headers.values() for name in header.entries]
             read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read

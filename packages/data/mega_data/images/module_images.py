@@ -66,18 +66,27 @@ class ModuleImageProcessor:
         processor = self._processor
         try:
             found = processor(
-                images=image, text=[processor.image_token], return_tensors="np", return_text_replacement_offsets=True
-            )
+                images=image, text=[processor.image_token], return_text_replacement_offsets=True,
+                return_tensors="pt" if self.kind == "llama4" else "np",  # bf16, which numpy lacks
+            )  # fmt: skip
             ((replaced,),) = found.pop("text_replacement_offsets")
         except Exception as error:
             raise DataError(f"model_type {self.kind}: transformers cannot process the image ({error})") from error
         text, token = str(replaced["replacement"]), processor.tokenizer.convert_ids_to_tokens(processor.image_token_id)
-        arrays = {name: np.asarray(value) for name, value in found.items() if name not in _TEXT_INPUTS}
+        token = (
+            processor.img_patch_token if self.kind == "llama4" else token
+        )  # its image_token is one token of the text
+        arrays = {name: _to_array(value) for name, value in found.items() if name not in _TEXT_INPUTS}
         shape = (1, 1, text.count(token))
         if "image_grid_thw" in arrays:
             high, wide = (int(side) // processor.image_processor.merge_size for side in arrays["image_grid_thw"][0, 1:])
             shape = (1, high, wide)
         return ImageInputs(arrays, shape), ImageText(processor.image_token, text, shape[1] * shape[2])
+
+
+def _to_array(value: Any) -> np.ndarray:
+    """Return an input of the encoder as an array, also if it is a tensor of bf16."""
+    return np.asarray(value.float() if str(getattr(value, "dtype", "")) == "torch.bfloat16" else value)
 
 
 class _PixtralProcessor:
@@ -116,7 +125,8 @@ def _load_processor(module: VisionModuleConfig, image_processor: Any) -> Any:
     import transformers
     from transformers.models.auto import processing_auto
 
-    found = getattr(transformers, vars(processing_auto)["PROCESSOR_MAPPING_NAMES"][module.model_type])
+    classes, own = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"], module.processor.get("processor_class")
+    found = getattr(transformers, str(own if own in classes.values() else classes[module.model_type]))
 
     class ImagesOnly(found):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> type:

@@ -98,11 +98,12 @@ class AttentionCore(nn.Module):
     def _attend(
         self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: AttentionScoreTransform, first: int
     ) -> Tensor:
-        if isinstance(context.attention_mask, SequenceMask) and context.attention_mask.bidirectional_blocks:
+        whole = context.attention_mask
+        if isinstance(whole, SequenceMask) and whole.blocks_for_window(self.window):
             return LocalBlockwiseAttention.on_one_rank(self.kernels).compute_attention(
-                q, k, v, how, partial(context.attention_mask.list_mask_blocks, window=self.window)
+                q, k, v, how, partial(whole.list_mask_blocks, window=self.window)
             )
-        mask = context.attention_mask.mask_for_window(self.window)
+        mask = whole.mask_for_window(self.window)
         if context.dropout is not None and self.dropout:
             # not fused: fused kernels draw their own masks, which would depend on the layout
             first_head = self.first_head + first

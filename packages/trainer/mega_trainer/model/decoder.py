@@ -288,8 +288,9 @@ class Decoder(nn.Module):
                 local_rotation = self.local_rotary.compute_rotation(positions, self.dtype, lengths)
         length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or DocumentBounds([])
         attention_mask = attention_mask or SequenceMask(
-            length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
-        )
+            length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks,
+            blocks_in_windows=self.config.vision is not None and self.config.vision.bidirectional_windows,
+        )  # fmt: skip
         return ForwardContext(
             attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),

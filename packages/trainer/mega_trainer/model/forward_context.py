@@ -125,6 +125,7 @@ class SequenceMask:
         length: S.
         document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.DocumentBounds`. `mask_for_window`
             ignores the blocks; `list_mask_blocks` includes them.
+        blocks_in_windows: the blocks are bidirectional only in layers with a sliding window.
     """
 
     length: int
@@ -132,6 +133,7 @@ class SequenceMask:
     document_starts: np.ndarray | None = None
     causal: bool = True
     bidirectional_blocks: Sequence[ImageBlock] = ()
+    blocks_in_windows: bool = False
     _masks: dict[tuple[range, int | None], AttentionMaskSpec] = field(default_factory=dict)
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _chunked: dict[int, SequenceMask] = field(default_factory=dict)
@@ -151,6 +153,10 @@ class SequenceMask:
         """
         return self._square(range(self.length), window)
 
+    def blocks_for_window(self, window: int | None) -> Sequence[ImageBlock]:
+        """Return the bidirectional blocks of a layer with a sliding window, or with full attention (None)."""
+        return () if self.blocks_in_windows and window is None else self.bidirectional_blocks
+
     def list_mask_blocks(self, queries: range, keys: range, window: int | None) -> list[AttentionMaskBlock]:
         """Return the attention mask for a range of queries and a range of keys as a list of masked rectangles.
         The ranges are equal or do not overlap.
@@ -158,10 +164,10 @@ class SequenceMask:
         if queries == keys:
             return [
                 AttentionMaskBlock(slice(None), queries, keys, self._square(queries, window)),
-                *make_image_block_masks(self.bidirectional_blocks, queries, keys),
+                *make_image_block_masks(self.blocks_for_window(window), queries, keys),
             ]
         if self.causal and keys.start > queries.start:
-            return make_image_block_masks(self.bidirectional_blocks, queries, keys)
+            return make_image_block_masks(self.blocks_for_window(window), queries, keys)
         band = self._band(window)
         if self.document_starts is None:
             parts = [make_rectangle_mask_block(slice(None), queries, keys, band)]

@@ -348,7 +348,7 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
             rows = vision.tokens_per_image if name.startswith(PROJECTOR) else patches
             rows = vision.patches_per_image if "embed_patches" in name else rows
             parts["products"] += 2.0 * rows * math.prod(shape) * (1 + weight_grad + input_grad)
-        if name.endswith("self_attn.o_proj.weight"):
+        if vision.module is None and name.endswith("self_attn.o_proj.weight"):
             window = tower.get_attention_window(int(number))
             visible = patches if window is None else min(window, patches)
             parts["scores"] += 4.0 * patches * visible * vision.hidden_size * (1 + 2 * input_grad)

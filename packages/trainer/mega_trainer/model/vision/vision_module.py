@@ -137,7 +137,10 @@ class TransformersVisionModule(nn.Module):
                 joined = to_device(torch.cat([image[name] for image in images]), device)
                 inputs[name] = joined.to(self.dtype) if joined.is_floating_point() else joined
         with convert_transformers_errors(self.described.model_type, "encode images"):
-            output = self.module.get_image_features(**inputs, return_dict=True).pooler_output
+            found = self.module.get_image_features(**inputs, return_dict=True)
+            output = found.pooler_output
+            if output is None:  # Llama 4's features before the projector
+                output = self.module.multi_modal_projector(found.last_hidden_state)
         parts = [output] if isinstance(output, Tensor) else output
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
