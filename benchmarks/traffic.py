@@ -23,7 +23,7 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -68,9 +68,10 @@ from mega_trainer.model.rotary_embedding import RotaryEmbedding
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.optim.adamw import AdamWUpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.parallel import async_all_to_all, expert_parallel, gradient_buckets, nvshmem_dispatch
+from mega_trainer.parallel import async_all_to_all, expert_parallel, nvshmem_dispatch
 from mega_trainer.parallel import context_parallel as context
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
+from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
@@ -288,6 +289,13 @@ def _nbytes(t: Tensor) -> int:
 # --------------------------------------------------------------------------------- what is one kernel on a GPU, as one
 
 
+def replace_function(
+    place: object, function: Callable[..., Any], stand_in: Callable[..., Any]
+) -> AbstractContextManager[object]:
+    """Put `stand_in` in place of a function of a module or class, which is given itself: a stale name is an error here."""
+    return mock.patch.object(place, function.__name__, stand_in)
+
+
 @contextmanager
 def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     """Sizes of chunks as on a GPU, and its kernels for what a CPU makes of several."""
@@ -335,11 +343,12 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
                 dict.fromkeys((True, False), vocab_parallel_loss.CHUNK_ELEMENTS["cuda"]),
             )
         )
-        for place, name, stand_in in (
-            (FusibleFunctionCompiler, "__call__", leaf), (gemm_accumulation, "_at_once", lambda out: True),
-            (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
+        for place, function, stand_in in (
+            (FusibleFunctionCompiler, FusibleFunctionCompiler.__call__, leaf),
+            (gemm_accumulation, gemm_accumulation._is_gpu, lambda out: True),
+            (F, F.scaled_dot_product_attention, attention), (fp8_kernels, fp8_kernels.scaled_gemm, eight_bits),
         ):  # fmt: skip
-            stack.enter_context(mock.patch.object(place, name, stand_in))
+            stack.enter_context(replace_function(place, function, stand_in))
         yield
 
 
@@ -352,7 +361,9 @@ def dense(traffic: Traffic, length: int) -> int:
     leaves = FusibleFunctionCompiler(compiled=True)
     with traffic.silence():
         model = Decoder(
-            LayerBuilder(config, ParallelGroups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU)
+            LayerBuilder(
+                config, ParallelGroups(), TorchKernels(leaves), leaves=leaves, dtype=torch.bfloat16, device=CPU
+            )
         )
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
@@ -433,11 +444,13 @@ def _buckets_apart(traffic: Traffic) -> Iterator[None]:
         return apart
 
     with ExitStack() as stack:
-        for place, name, what in (
-            (gradient_buckets.GradientBucket, "take", "gradient buckets"), (gemm_accumulation, "scaled", "gradient buckets"),
-            (gemm_accumulation, "rows", "gradient buckets"), (Fp8Kernels, "prepare_weight", "weights"),
+        for place, function, what in (
+            (GradientBucket, GradientBucket.accumulate_grad, "gradient buckets"),
+            (gemm_accumulation, gemm_accumulation.write_scaled_values, "gradient buckets"),
+            (gemm_accumulation, gemm_accumulation.write_embedding_grad, "gradient buckets"),
+            (Fp8Kernels, Fp8Kernels.prepare_weight, "weights"),
         ):  # fmt: skip
-            stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name), what)))
+            stack.enter_context(replace_function(place, function, counted(function, what)))
         yield
 
 
@@ -482,7 +495,7 @@ def attention(traffic: Traffic, length: int) -> None:
             mask = SequenceMask(length, CPU, begins).mask_for_window(None)
         q, k, v = _heads(traffic, length)
         with (
-            mock.patch.object(blockwise_attention, "_split_documents", _as_one_kernel)
+            replace_function(blockwise_attention, blockwise_attention._split_documents, _as_one_kernel)
             if isinstance(mask, PackedDocumentMask)
             else ExitStack()
         ):
@@ -597,13 +610,17 @@ class Wire:
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(sys.modules, transformer_engine(by_library)))
-            for place, name, stand_in in (
-                (async_all_to_all, "all_to_all_into", send), (expert_parallel, "all_to_all", counts), (expert_parallel, "fetched", fetched),
-                (nvshmem_dispatch, "all_gather", everyones), (nvshmem_dispatch, "by_gloo", send_those_there_are),
-                (expert_router, "wide_product", wide_product), (grouped_gemm, "_at_once", lambda x, width: True),
-                (grouped_gemm, "_zero_without_rows", lambda device: True),
+            for place, function, stand_in in (
+                (async_all_to_all, async_all_to_all.all_to_all_into, send),
+                (expert_parallel, expert_parallel.all_to_all, counts),
+                (expert_parallel, expert_parallel.start_host_copy, fetched),
+                (nvshmem_dispatch, nvshmem_dispatch.all_gather, everyones),
+                (nvshmem_dispatch, nvshmem_dispatch.all_to_all_by_gloo, send_those_there_are),
+                (expert_router, expert_router.gemm_in_fp32, wide_product),
+                (grouped_gemm, grouped_gemm._has_grouped_kernel, lambda x, width: True),
+                (grouped_gemm, grouped_gemm._zeroes_empty_groups, lambda device: True),
             ):  # fmt: skip
-                stack.enter_context(mock.patch.object(place, name, stand_in))
+                stack.enter_context(replace_function(place, function, stand_in))
             yield
 
 
@@ -673,21 +690,27 @@ def _both_ways(traffic: Traffic, name: str, function: Callable[[], Tensor]) -> N
         torch.autograd.backward(y, dy)
 
 
+def count_all(length: int) -> tuple[Traffic, int, dict[str, dict[str, float]]]:
+    """Count every region for a micro-batch of `length` tokens; return also the parameters of `dense`, and what `experts` does."""
+    traffic = Traffic()
+    with as_on_a_gpu(traffic), FakeTensorMode(allow_non_fake_inputs=True), traffic:
+        parameters = dense(traffic, length)
+        for recipe in KINDS:
+            fp8(traffic, length, recipe)
+        attention(traffic, length)
+        for ranks in (2, 4):
+            ring(traffic, length, ranks)
+        sent = experts(traffic, length)
+    return traffic, parameters, sent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--operations", action="store_true", help="print what moves most in each region")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    traffic = Traffic()
-    with as_on_a_gpu(traffic), FakeTensorMode(allow_non_fake_inputs=True), traffic:
-        parameters = dense(traffic, options.seq)
-        for recipe in KINDS:
-            fp8(traffic, options.seq, recipe)
-        attention(traffic, options.seq)
-        for ranks in (2, 4):
-            ring(traffic, options.seq, ranks)
-        sent = experts(traffic, options.seq)
+    traffic, parameters, sent = count_all(options.seq)
     rows = {name: count.row() for name, count in traffic.regions.items() if name != "other"}
     print(f"{'':52} {'kernels':>8} {'TFLOP':>8} {'attn':>8} {'GB':>8} {'ms':>8}")
     for name, row in rows.items():

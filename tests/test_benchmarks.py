@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,21 @@ def test_the_benchmark_of_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, capsys: py
     told = capsys.readouterr().out
     for part in ("mega 1B fp8", "mega experts", "speed over transformers, 1B", "'ring'", "'documents'"):
         assert part in told
+
+
+def test_the_traffic_of_a_layer_is_counted_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark puts functions of the trainer into the form that a GPU runs: a function that it misses adds kernels."""
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    traffic, parameters, sent = importlib.import_module("traffic").count_all(tokens := 512)
+    recorded = json.loads((benchmarks / "results" / "traffic.json").read_text())["results"]["regions"]
+    assert set(recorded) == set(traffic.regions) - {"other"}
+    layers = [name for name in recorded if name.startswith("layer")]
+    assert {name: traffic.regions[name].kernels for name in layers} == {n: recorded[n]["kernels"] for n in layers}
+    multiplied = parameters - 128_256 * 4096 - 3 * 4096  # all but the embedding and three norms
+    flops = [traffic.regions[name].product_flops for name in ("layer", "head and loss")]
+    assert sum(flops) == 6 * tokens * multiplied
+    assert [row["host_waits"] for row in sent.values()] == [1, 0, 0, 0, 0] * 2, "only an exchange without a bound waits"
 
 
 def test_published_memory_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

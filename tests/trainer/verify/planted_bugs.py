@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ def forgotten_reduction() -> AbstractContextManager[Any]:
     def forward(self: RowParallelLinear, x: Tensor, *more: Any) -> Tensor:
         if get_parameter_info(self.weight).pieces[0].name != "model.layers.1.mlp.down_proj.weight":
             return real(self, x, *more)
-        y: Tensor = self.linear(x, self.weight, None)
+        y: Tensor = replace(self.linear, summed=ALONE, scatter=False)(x, self.weight)
         return y
 
     return mock.patch.object(RowParallelLinear, "forward", forward)

@@ -68,13 +68,13 @@ def _measure_group(
     }
     expected = {} if links is None else _expected_seconds(links, group.size, stride, 4 * count)
     for name, (call, moved) in calls.items():
-        seconds = _slowest_rank(time_fastest_call(call, device), device, world)
+        seconds = _slowest_rank(time_fastest_call(call, device), world)
         rate = moved / expected[name] / 1e9 if name in expected else None
         yield make_speed_check_result(
             PART, f"{name} in {group.name} of {group.size}", moved / seconds / 1e9, rate, "GB/s"
         )
     small = torch.zeros(1, device=device)
-    micros = 1e6 * _slowest_rank(time_fastest_call(lambda: all_reduce(small, group), device), device, world)
+    micros = 1e6 * _slowest_rank(time_fastest_call(lambda: all_reduce(small, group), device), world)
     name = f"latency in {group.name} of {group.size}"
     yield CheckResult(PART, name, "no expectation", f"{micros:.4g} us", value=micros, unit="us")
 
@@ -89,7 +89,7 @@ def _expected_seconds(links: Interconnect, size: int, stride: int, total: int) -
     }  # fmt: skip
 
 
-def _slowest_rank(seconds: float, device: torch.device, world: CommGroup) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+def _slowest_rank(seconds: float, world: CommGroup) -> float:
+    slowest = torch.tensor([seconds], dtype=torch.float64)  # on the host: gloo reduces it, beside NCCL
     all_reduce(slowest, world, "max")
     return slowest.item()

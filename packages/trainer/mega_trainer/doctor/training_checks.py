@@ -42,8 +42,8 @@ SMALL_MODEL = {
 }  # fmt: skip
 EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64}}
 PLANNED_MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # name -> model, tokens of a sequence
-    "1.3B": ({"preset": "gpt3-1.3b"}, 2048),
-    "8B-wide, 4 layers": ({"preset": "llama3-8b", "num_layers": 4}, 4096),
+    "1.3B": (load_model_preset("gpt3-1.3b"), 2048),
+    "8B-wide, 4 layers": ({**load_model_preset("llama3-8b"), "num_layers": 4}, 4096),
 }
 PLANNED_MODELS_CPU: Mapping[str, tuple[Mapping[str, Any], int]] = {"1M": (SMALL_MODEL, 64)}
 
@@ -188,7 +188,7 @@ def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mappi
     merged = {
         key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()
     }
-    return {**base, **merged, **({"model": sections["model"]} if "preset" in sections.get("model", {}) else {})}
+    return {**base, **merged, "model": sections["model"]}
 
 
 def _read_metrics(raw: Mapping[str, Any]) -> list[dict[str, Any]]:

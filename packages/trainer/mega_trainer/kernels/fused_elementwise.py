@@ -1,7 +1,7 @@
 """Fused elementwise and row-wise operations with hand-written gradients: each is one leaf forward and one backward.
 
 A backward needs only tensors that a neighboring GEMM saves anyway (a gate's input, the residual stream), and a number per
-row.
+row. It is not `once_differentiable`: the check costs as much host time as a small operation, and no second derivative is taken.
 
 Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
@@ -94,7 +93,6 @@ class _GatedActivation(Function):
         return leaves(fusible_weighted_activation, gate_up, weights, activation, limit)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
         if weights is None:
@@ -157,7 +155,7 @@ def fusible_rms_norm_backward(
     out = (dvalues * factor).mul_(scale).addcmul_(values, along, value=-1 / x.shape[-1])
     if dx is not None:
         out = out.add_(dx)
-    return out.to(x.dtype), dweight.to(weight.dtype)
+    return out if out.dtype == x.dtype else out.to(x.dtype), dweight.to(weight.dtype)
 
 
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -185,7 +183,6 @@ class _AddRmsNorm(Function):
         return x, normed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return dx, dx if ctx.added else None, None, None, None, None
@@ -212,17 +209,19 @@ def fusible_rotary_embedding(
 
     Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
-    sin, size = -sin if back else sin, 2 * cos.shape[-1]
+    size, sign = 2 * cos.shape[-1], -1 if back else 1
     if torch.compiler.is_compiling():  # the compiler makes one kernel of this, but not of writes into parts of a tensor
-        return torch.cat(list(_rotate_parts(cos, sin, interleaved, back, turning, parts)), -2)
+        return torch.cat(list(_rotate_parts(cos, sin * sign, interleaved, back, turning, parts)), -2)
     x = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x1, x2 = _halves_or_pairs(x[..., :turning, :size], interleaved and not back)
-    y1, y2 = _halves_or_pairs(y[..., :turning, :size], interleaved and back)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    moving, moved = x.narrow(-2, 0, turning), y.narrow(-2, 0, turning)
     if size < x.shape[-1]:
-        y[..., :turning, size:] = x[..., :turning, size:]
+        moved[..., size:] = moving[..., size:]
+        moving, moved = moving[..., :size], moved[..., :size]
+    x1, x2 = _halves_or_pairs(moving, interleaved and not back)
+    y1, y2 = _halves_or_pairs(moved, interleaved and back)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
     if turning < x.shape[-2]:
         y[..., turning:, :] = x[..., turning:, :]
     return y
@@ -249,12 +248,9 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: 
     return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], -1)
 
 
-def _halves_or_pairs(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+def _halves_or_pairs(x: Tensor, pairs: bool) -> tuple[Tensor, ...]:
     """Return two views of x [.., r], each [.., r/2]: the firsts and the seconds of its pairs, or its halves."""
-    if pairs:
-        return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+    return (x[..., 0::2], x[..., 1::2]) if pairs else x.chunk(2, -1)
 
 
 class _ApplyRotary(Function):
@@ -276,7 +272,6 @@ class _ApplyRotary(Function):
         return torch.split(out, list(heads), -2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
         dx = ctx.leaves(fusible_rotary_embedding, *ctx.saved_tensors, ctx.interleaved, True, ctx.turning, *dparts)
         return dx, None, None, None, None, None, None

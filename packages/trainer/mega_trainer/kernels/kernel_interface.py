@@ -69,7 +69,7 @@ class AttentionScoreTransform:
     @property
     def has_unfused_terms(self) -> bool:
         """True if scores have terms that fused kernels do not support: soft cap, sinks or bias."""
-        return any(each is not None for each in (self.softcap, self.sinks, self.bias))
+        return self.softcap is not None or self.sinks is not None or self.bias is not None
 
 
 class WholeSequenceAttentionKernel(Protocol):

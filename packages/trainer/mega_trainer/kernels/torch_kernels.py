@@ -239,8 +239,10 @@ class SdpaAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> bool:
         """Return whether scaled_dot_product_attention supports this call."""
+        if how.has_unfused_terms or _is_full_or_causal(q, k, mask):
+            return not how.has_unfused_terms
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
-        return not how.has_unfused_terms and (_is_full_or_causal(q, k, mask) or (few and isinstance(mask, BandMask)))
+        return few and isinstance(mask, BandMask)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform

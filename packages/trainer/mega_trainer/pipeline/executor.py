@@ -99,7 +99,7 @@ class PipelineExecutor:
             Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.compute_objective` returns
             them; zero except on the last stage.
         """
-        total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
+        self._total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.first_local_stage
         has_layer_losses = model.config.moe or model.config.trains_indexer
         self._routings = (
@@ -114,10 +114,10 @@ class PipelineExecutor:
             if op in schedule.pairs and self.interleaver is not None and torch.is_grad_enabled():
                 runs = [partial(self._run_pass, each, batches, scale) for each in (op, next(operations))]
                 with self.phase("forward_backward"):
-                    total += self.interleaver.run_pair(*runs)
+                    self.interleaver.run_pair(*runs)
             elif op.kind in PASS_PHASES:
                 with self.phase(PASS_PHASES[op.kind]):
-                    total += self._run_pass(op, batches, scale)
+                    self._run_pass(op, batches, scale)
             else:
                 with self.phase("pipeline"):
                     self._run_message(op, batches[op.microbatch])
@@ -126,10 +126,10 @@ class PipelineExecutor:
                 work.wait()
         self.loads = sum_expert_loads(self._routings)
         trains = model.config.trains_indexer
-        self.indexer_losses = [sum_indexer_losses(self._routings, total).view(1)] if trains else []
+        self.indexer_losses = [sum_indexer_losses(self._routings, self._total).view(1)] if trains else []
         for buffer in (self._sends, self._contexts, self._inputs, self._tied_weights):
             buffer.clear()
-        return total
+        return self._total
 
     @property
     def first_local_stage(self) -> Decoder:
@@ -168,21 +168,20 @@ class PipelineExecutor:
             self._schedules[microbatches] = self.schedule.with_microbatches(microbatches)
         return self._schedules[microbatches]
 
-    def _run_pass(self, op: PipelineOp, batches: Sequence[MicroBatch], scale: float) -> Tensor | float:
-        """Run a forward, a backward or half of one; return the loss sums of a forward through the last stage, else 0."""
+    def _run_pass(self, op: PipelineOp, batches: Sequence[MicroBatch], scale: float) -> None:
+        """Run a forward, a backward or half of one; a forward through the last stage adds to the loss sums of the step."""
         key = (op.stage, op.microbatch)
         if op.kind == "F":
-            return self._forward(key, batches[op.microbatch], scale)
-        if op.kind == "I":
+            self._forward(key, batches[op.microbatch], scale)
+        elif op.kind == "I":
             self._backward_input(key)
-            return 0.0
-        self._remaining[op.stage] -= 1
-        backward = self._backward if op.kind == "B" else self._backward_weights
-        with self.around_backward(op.stage, self._remaining[op.stage] == 0):
-            backward(key)
-        return 0.0
+        else:
+            self._remaining[op.stage] -= 1
+            backward = self._backward if op.kind == "B" else self._backward_weights
+            with self.around_backward(op.stage, self._remaining[op.stage] == 0):
+                backward(key)
 
-    def _forward(self, key: MicroBatchKey, batch: MicroBatch, scale: float) -> Tensor | float:
+    def _forward(self, key: MicroBatchKey, batch: MicroBatch, scale: float) -> None:
         stage, microbatch = key
         model = self.stages[stage]
         context = self._batch_context(microbatch, batch)
@@ -190,8 +189,8 @@ class PipelineExecutor:
         result = model.run_stage(x, batch, context, self._borrow_embedding(model, microbatch))
         if isinstance(result, Tensor):
             self._pass_output(key, result)
-            return 0.0
-        return self._finish_forward(key, *result, scale)
+        else:
+            self._finish_forward(key, *result, scale)
 
     def _stage_input(self, key: MicroBatchKey) -> Tensor:
         """Return the hidden states of the previous stage, which require a gradient in training."""
@@ -199,12 +198,12 @@ class PipelineExecutor:
             self._inputs[key] = self._wait_for_recv("F", key)
         return self._inputs[key].requires_grad_(torch.is_grad_enabled())
 
-    def _finish_forward(self, key: MicroBatchKey, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> Tensor:
-        """Keep the autograd root of a loss that requires a gradient, and the tokens' losses; return the sums."""
+    def _finish_forward(self, key: MicroBatchKey, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> None:
+        """Keep the autograd root of a loss that requires a gradient, and the tokens' losses; add the sums to the step's."""
         self.losses[key[1]] = losses
         if loss.requires_grad:
             self._edges[key] = get_gradient_edge(loss * scale)
-        return sums
+        self._total += sums
 
     def _pass_output(self, key: MicroBatchKey, y: Tensor) -> None:
         """Keep the autograd edge of an output; pass its values to the next stage, on this rank or another."""

@@ -93,7 +93,8 @@ def compare_outcomes(mine: CaseOutcome, reference: CaseOutcome) -> dict[str, flo
 
 
 def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
-    return max(nan_as_infinity(abs(a - b) / abs(b)) for a, b in zip(mine, reference, strict=True))
+    pairs = zip(mine, reference, strict=True)
+    return max(nan_as_infinity(abs(a - b) / abs(b)) if b else math.inf if a else 0.0 for a, b in pairs)
 
 
 def list_held_tensor_slices(outcome: CaseOutcome) -> BoxesByName:
