@@ -260,14 +260,18 @@ class Verification:
 
     @property
     def _restore_pairs(self) -> list[tuple[LayoutCase, LayoutCase]]:
-        """Pairs of layouts of the same model: saved in the first, restored in the second."""
+        """Pairs of layouts of the same model and batch: saved in the first, restored in the second."""
+
+        def trained(case: LayoutCase) -> tuple[Mapping[str, Any], int]:
+            return case.model, case.batch
+
         found = [
             (before, after)
-            for before, after in pairwise(sorted(self.cases, key=lambda case: case.model["num_layers"]))
-            if before.model == after.model
+            for before, after in pairwise(sorted(self.cases, key=lambda case: (case.model["num_layers"], case.batch)))
+            if trained(before) == trained(after)
         ]
         single = self._single_case
-        alike = next((case for case in self.cases if case.ranks > 1 and case.model == single.model), None)
+        alike = next((case for case in self.cases if case.ranks > 1 and trained(case) == trained(single)), None)
         return ([(replace(single, steps=STEPS), alike)] if alike else []) + found[: MOST_RESTORES - bool(alike)]
 
     def _check_restores(self) -> Iterator[VerifyCheckRow]:
