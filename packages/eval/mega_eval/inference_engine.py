@@ -85,7 +85,7 @@ class InferenceEngine:
         # a larger page leaves part of each row's last page unused
         self._pages = PageAllocator(-(-cache_tokens // self._page_size) + (batch_size if self._page_size > PAGE else 0))
         self._cache = PagedCache(
-            model.config.cache_entries, self._pages.count, batch_size,
+            model.config.num_layers + model.config.mtp_layers, self._pages.count, batch_size,
             page_size=self._page_size, attention=attention,
         )  # fmt: skip
         self._free_states = list(range(batch_size))  # indices of recurrent states that no row uses
