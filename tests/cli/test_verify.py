@@ -71,7 +71,9 @@ def test_a_failure_is_named_with_its_layout_layer_and_tensor(run: Path, monkeypa
         yield VerifyCheckRow(
             "generation", "generation against training", 1, skipped="an encoder does not generate text"
         )
-        forgetful = TensorDifference("activation", "model.layers.1.mlp", 1, (0, 5, 3), 0.5, 0.25, 1.0, (), "in training")
+        forgetful = TensorDifference(
+            "activation", "model.layers.1.mlp", 1, (0, 5, 3), 0.5, 0.25, 1.0, (), "in training"
+        )
         yield VerifyCheckRow("generation", "23 tokens", 1, 1.0, 1e-10, "log-probabilities 1.0", difference=forgetful)
 
     report = LayoutFailureReport("tp=2 micro=8", 2, "gradients 1.0e+00", difference)
