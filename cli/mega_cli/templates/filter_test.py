@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from my_extension import keep
+keep = runpy.run_path(str(Path(__file__).parent / "my_extension.py"))["keep"]
 
 
 def test_texts_are_kept() -> None:

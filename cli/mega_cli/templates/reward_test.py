@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from my_extension import my_extension  # noqa: E402
-
+my_extension = runpy.run_path(str(HERE / "my_extension.py"))["my_extension"]
 
 @pytest.mark.parametrize(("answer", "reward"), [("", 0), ("Eel", 2 / 3), ("tree", 0.5)])
 def test_the_share_of_the_letter(answer: str, reward: float) -> None:

@@ -18,7 +18,8 @@ class RootOptions(StrictConfig):
 
 def share(done: float, *, options: RootOptions) -> float:
     """Return the share of `optimizer.lr - lr_schedule.min_lr` that remains when a share `done` of the decay has passed."""
-    return 1 - done**options.power
+    remaining: float = 1 - done**options.power
+    return remaining
 
 
 EXTENSION = Extension(
