@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 class CommandTree(TyperGroup):
-    """Commands whose errors about values of options have the words of errors about settings."""
+    """Typer command group that words errors about option values like errors about settings."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the `mega` command that the arguments name.

@@ -210,6 +210,7 @@ def _print_checked_run(config: RunConfig, run: Path, *, data: bool) -> None:
     print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
     print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
     print(f"# {_describe_kernels(config)}")
+    print("".join(f"# warning: {warning}\n" for warning in config.find_warnings()), end="")
     if config.model.transformers is not None:
         print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
     print(f"# ok: the configuration{' and the data' if data else ''} can be used")
@@ -271,7 +272,12 @@ def _select_run(words: list[str]) -> Path:
     if not words:
         raise ConfigError("mega train requires a run.yaml", hint="mega train run.yaml; see mega train --help")
     if len(words) > 1:
-        extra = f"--set {words[1]} overrides a setting" if "=" in words[1] else f"mega train {words[0]}"
+        assigned = next((word for word in words[1:] if "=" in word), None)
+        extra = (
+            f"--set {assigned} overrides a setting"
+            if assigned
+            else f"mega train {words[0]}, and settings as --set KEY=VALUE"
+        )
         raise ConfigError(f"mega train requires one run.yaml, found {len(words)}: {', '.join(words)}", hint=extra)
     return Path(words[0])
 

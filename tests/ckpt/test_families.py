@@ -440,7 +440,7 @@ def _read_by(module: ModuleType) -> set[str]:
 
 
 def test_unknown_model_type_names_the_nearest_one() -> None:
-    with pytest.raises(CheckpointError, match=r"'lama' is not supported; .*docs/families.md; nearest: llama$"):
+    with pytest.raises(CheckpointError, match=r"'lama' is not supported; .*docs/families.md; nearest: llama\n"):
         detect_model_family({"model_type": "lama"})
     with pytest.raises(CheckpointError, match="model_type is missing"):
         detect_model_family({"hidden_size": 3})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ batch: {micro: 2, global: 4}
 train: {steps: 3}
 precision: fp32
 """
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n"
 PREPROCESS = "data preprocess -i text.jsonl --tokenizer hf --output out/x"
 TRAIN = "train run.yaml --check --set"
 GRPO = (
@@ -147,6 +149,22 @@ CASES: list[tuple[str, str, str, str]] = [
         "install the package",
     ),
     (f"{GRPO} objective.group_size=3", "batch.global", "4", "set batch.global=6"),
+    ("data show run.yamll", "run.yamll.idx", "no such file", "did you mean the file run.yaml?"),
+    ("data inspect d/lfs", "d/lfs.idx", "a Git LFS pointer", "git lfs pull"),
+    ("ckpt inspect lfs", "lfs/config.json", "a Git LFS pointer", "git lfs pull"),
+    ("ckpt verify lfs-weights", "lfs-weights/model.safetensors", "a Git LFS pointer", "git lfs pull"),
+    (f"{TRAIN} data.train=d/c --set batch.micro 4", "mega train", "run.yaml, 4", "--set KEY=VALUE"),
+    (f"{TRAIN} model.preset=null --set model.from=xlnet", "'xlnet'", "not supported", "implementation: transformers"),
+    ("compare eval.json eval.json", "eval.json", "a result of mega eval --data", "--tasks NAME --log-samples"),
+    ("sweep run.yaml --random 4 optimizer.lr=1e-4-1e-2", "'optimizer.lr=1e-4-1e-2'", "LOW..HIGH", "1e-4..1e-2"),
+    ("train --from-megatron-args other.sh", "line 1: train.py", "--num-layers", "--from-hf-args"),
+    ("train --from-hf-args hf/config.json", "hf/config.json", "a model's config.json", "model.from"),
+    (
+        f"{TRAIN} 'extensions=[./broken.py]'",
+        "broken.py",
+        "SyntaxError: invalid syntax (broken.py, line 1)\n",
+        "correct",
+    ),
 ]
 
 
@@ -162,8 +180,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(base / "d" / "c", np.uint16) as writer:
         for _ in range(20):
             writer.add_document(np.arange(50))
-    (base / "folder").mkdir()
+    for name in ("folder", "lfs", "xlnet"):
+        (base / name).mkdir()
+    shutil.copytree(base / "hf", base / "lfs-weights")
     files = {
+        "d/lfs.idx": LFS,
+        "d/lfs.bin": LFS,
+        "lfs/config.json": LFS,
+        "lfs-weights/model.safetensors": LFS,
+        "xlnet/config.json": '{"model_type": "xlnet"}',
+        "eval.json": '{"loss": 1.0, "perplexity": 2.7}',
+        "other.sh": "python train.py --epochs 3\n",
+        "broken.py": "x = 1 +\n",
         "text.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
         "nokey.jsonl": '{"body": "abc"}\n',
         "plain.jsonl": "just a text\n",

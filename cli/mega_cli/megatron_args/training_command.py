@@ -151,7 +151,8 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ShellScriptResult)
         f"line {command[at].line}: {format_unknown_placeholders(command[at].text)} requires flags that set a model, such as --num-layers"
         + "".join(f"; {sentence}" for sentence in unread)
         + (f"; unknown: {', '.join(marks)}" if marks else ""),
-        hint="set variables of the script with --define NAME=VALUE, and give its arguments after `--`",
+        hint="set variables of the script with --define NAME=VALUE, and give its arguments after `--`; settings of another trainer"
+        " are read by --from-deepspeed or --from-hf-args",
     )
 
 

@@ -60,7 +60,7 @@ class CheckpointCommitter(Protocol):
 
 
 class RenameCommitter:
-    """A `CheckpointCommitter` on a file system, which makes a checkpoint complete by renaming its folder.
+    """Committer of checkpoints on a file system, which makes a checkpoint complete by renaming its folder.
 
         <root>/step-00000100/                   committed: complete and on the disk
         <root>/.step-00000200.tmp-1f9a.../      being written
@@ -155,7 +155,7 @@ class RenameCommitter:
 
 
 class ManifestCommitter:
-    """`CheckpointCommitter` for an object store, which cannot rename folders.
+    """Committer of checkpoints on an object store, where a checkpoint is complete once its manifest is uploaded.
     A checkpoint is complete once its manifest, uploaded last, exists.
 
         <root>/step-00000100/manifest.json      committed: names the subfolder of its files
@@ -179,7 +179,7 @@ class ManifestCommitter:
         return get_checkpoint_step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Upload the manifest, which makes the checkpoint on the object store complete.
+        """Upload the manifest, which makes the checkpoint on the object store complete, then delete other saves of its step.
         If the reply is lost, the result is unknown, so the files are kept.
         """
         put_manifest(folder, manifest)

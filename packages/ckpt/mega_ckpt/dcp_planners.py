@@ -266,7 +266,7 @@ class ShardStorageWriter(StorageWriter):
 
 
 class ShardStorageReader(StorageReader):
-    """Storage reader of torch.distributed.checkpoint (DCP) that reads only the bytes that a rank's tensor slices need.
+    """Storage reader of torch.distributed.checkpoint (DCP) that reads the bytes that a rank's tensor slices need, and verifies checksums if asked.
     `advance` is called with the number of bytes of each read.
     """
 

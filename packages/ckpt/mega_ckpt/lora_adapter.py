@@ -40,7 +40,7 @@ SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
 class UntiedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with tied embeddings that presents them as untied.
+    """Reader of a base model's weights that presents tied embeddings as two untied tensors.
     The tensor `lm_head.weight` is read from the embedding.
     """
 
@@ -204,7 +204,7 @@ def check_initial_adapter(
 
 
 class AdaptedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes.
+    """Reader of a base model's weights with a LoRA adapter merged in, in the base's dtypes.
     The sum is computed in fp32 or wider.
 
     Raises:

@@ -102,7 +102,7 @@ class Manifest(StrictConfig):
     tensors: dict[str, ManifestTensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the inconsistencies between the manifest's records of tensors and files.
+        """Yield the manifest's inconsistencies: invalid model settings, file names that are paths, and tensors that files do not cover.
         They are checked before any file that the manifest names is opened.
         """
         yield from self.model.problems()

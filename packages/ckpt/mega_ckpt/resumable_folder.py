@@ -88,7 +88,7 @@ class WriteJournal(Protocol):
 
 
 class LocalJournal:
-    """`WriteJournal` on a file system.
+    """Journal of the finished files of a local folder, by which an interrupted conversion resumes.
     Files of `folder` recorded in `stream` are finished. All other files are removed by the constructor.
     """
 
@@ -156,7 +156,7 @@ class LocalJournal:
 
 
 class RemoteJournal:
-    """`WriteJournal` on an object store: each finished object below `folder` has a small note object."""
+    """Journal on an object store by which an interrupted conversion resumes: each finished object has a small note object."""
 
     def __init__(self, folder: RemotePath) -> None:
         self.folder: Location = folder

@@ -171,7 +171,7 @@ def shrink_model(
 
 
 class ShrunkSource(DerivedWeightSource):
-    """A `WeightSource` of the kept layers, neurons, heads and channels of a larger model."""
+    """Reader of the weights of a pruned model: the kept layers, neurons, heads and channels of a larger one."""
 
     def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptModelParts) -> None:
         super().__init__(whole, model)

@@ -58,7 +58,7 @@ Source = WeightSource  # deprecated name
 
 
 class MegaWeightSource:
-    """A `WeightSource` of a mega checkpoint.
+    """Reader of a model's weights from a mega checkpoint.
     With `averaged`, weights are the exponential moving averages kept by `train.ema`.
     """
 

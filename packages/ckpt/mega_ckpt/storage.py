@@ -76,7 +76,7 @@ class StorageFolder(Protocol):
 
 
 class LocalFolder:
-    """`StorageFolder` on a file system of this machine."""
+    """Folder of checkpoint files on a file system of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """`StorageFolder` on an object store."""
+    """Folder of checkpoint files on an object store."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path

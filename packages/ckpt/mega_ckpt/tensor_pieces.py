@@ -61,7 +61,7 @@ class TensorPiece:
         return cls(name, tuple(shape), zeros, zeros, tuple(shape))
 
     def local_view(self, local: Tensor) -> Tensor:
-        """Return this rectangle as a view of the local tensor `local`."""
+        """Return a view of the part of the local tensor `local` that this tensor slice covers."""
         return crop_tensor(local, self.local_start, self.shape)
 
 

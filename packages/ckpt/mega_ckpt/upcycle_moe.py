@@ -99,7 +99,7 @@ def upcycled_config(
 
 
 class UpcycledSource(DerivedWeightSource):
-    """A `WeightSource` of a mixture of experts, computed from a dense model's tensors as it is read."""
+    """Reader of the weights of a mixture of experts that are computed from a dense model's tensors."""
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
         assert model.moe is not None

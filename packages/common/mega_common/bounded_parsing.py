@@ -20,6 +20,7 @@ from mega_common.errors import ConfigError, MegaError
 MAX_SETTINGS_BYTES = 2 * 1024 * 1024
 SETTINGS_FILE = "a settings file"  # in messages
 MAX_FILE_BYTES = 1 << 28  # of a text or JSON file that is read as a whole
+GIT_LFS_POINTER = b"version https://git-lfs"  # start of the file that Git LFS leaves in place of a file not fetched
 MAX_DEPTH = 64  # nesting levels of a settings file
 MAX_EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file expand to
 MAX_INTEGER_LENGTH = 40  # characters
@@ -260,6 +261,8 @@ def parse_json_text(text: str | bytes) -> Any:
         ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
             digits.
     """
+    if (text if isinstance(text, bytes) else text[: len(GIT_LFS_POINTER)].encode()).startswith(GIT_LFS_POINTER):
+        raise ValueError("it is a Git LFS pointer; git lfs pull fetches the file itself")
     try:
         return json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except RecursionError:

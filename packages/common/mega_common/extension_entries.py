@@ -45,7 +45,7 @@ class BlockTraits:
 
 @dataclass(frozen=True)
 class Block:
-    """Token mixer or feed-forward block of an extension.
+    """Token mixer or feed-forward block that an extension provides.
 
     Attributes:
         build: class or function `(build: LayerBuilder, layer: int, options) -> nn.Module`.
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True)
 class NormFunction:
-    """Norm of the residual stream of an extension.
+    """Norm of the residual stream that an extension provides, as a function and its traits.
 
     Attributes:
         normalize: differentiable function `(x, weight, eps, *, options) -> y` of x [.., D] and the weight [D], 1 at first, or
@@ -74,7 +74,7 @@ class NormFunction:
 
 @dataclass(frozen=True)
 class ActivationFunction:
-    """Elementwise activation of feed-forward blocks and experts of an extension.
+    """Elementwise activation of feed-forward blocks and experts that an extension provides.
 
     Attributes:
         activate: differentiable elementwise function `(x, *, options) -> y`, or `(gate, up, *, options) -> y` if it is gated.
@@ -89,7 +89,7 @@ class ActivationFunction:
 
 @dataclass(frozen=True)
 class PositionFunction:
-    """Position encoding of an extension, in place of the rotary one.
+    """Position encoding of queries and keys that an extension provides, in place of the rotary one.
 
     Attributes:
         encode: differentiable function `(x, positions, *, options) -> y` of queries or keys x [B, S, H, d] and their positions
@@ -103,7 +103,7 @@ class PositionFunction:
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Modification of attention scores of an extension, as torch's FlexAttention defines it (arXiv:2412.05496).
+    """Modification of attention scores that an extension provides, as torch's FlexAttention defines it (arXiv:2412.05496).
 
     Attributes:
         modify: differentiable function `(score, batch, head, query, key, *, options) -> score` of the scaled scores and int64
@@ -119,7 +119,7 @@ class ScoreFunction:
 
 @dataclass(frozen=True)
 class Objective:
-    """Training objective of an extension: the mean of a loss over all unmasked tokens.
+    """Training objective that an extension provides: the mean of a loss over all unmasked tokens.
 
     Attributes:
         token_loss: function `(log_probs, log_normalizers, *, options) -> losses` of fp32 or fp64 tensors [n], one element for
@@ -134,7 +134,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Elementwise optimizer of an extension.
+    """Elementwise optimizer that an extension provides.
 
     Attributes:
         build: class or function `(settings: OptimizerConfig, options) -> ElementwiseUpdate`.
@@ -147,7 +147,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Shape of a learning-rate decay.
+    """Learning-rate decay that an extension provides, as a function of the progress of the run.
 
     Attributes:
         share: function `(done, *, options) -> share` from the part of the decay that has passed, 0 to 1, to the part of
@@ -175,7 +175,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class DataKind:
-    """Kind of data set.
+    """Kind of data set that an extension provides.
 
     Attributes:
         build: function `(part: DatasetPart, context: DatasetContext, num_samples: int, *, options) -> DatasetSamples`.
@@ -188,7 +188,7 @@ class DataKind:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Change of the scores of the next token in generation.
+    """Sampler that an extension provides: it changes the scores of the next token in generation.
 
     Attributes:
         adjust: function `(scores, prompt, generated, *, options) -> scores` of fp64 scores [V] of one row, after penalties and

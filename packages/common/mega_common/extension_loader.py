@@ -32,8 +32,11 @@ def find_installed_extensions() -> dict[str, EntryPoint]:
 
 def locate_error(error: Exception, package: str) -> str:
     """Return the file and line where an extension raised an error, such as `(mine.py, line 2)`.
-    It is the last line of its file or `package` in the traceback, else the innermost line.
+    It is the last line of its file or `package` in the traceback, else the innermost line; "" for a syntax error, whose
+    message has the place.
     """
+    if isinstance(error, SyntaxError):
+        return ""
     frames = [
         (frame.f_globals.get("__name__", "").partition(".")[0], Path(frame.f_code.co_filename).name, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -56,7 +59,7 @@ def load_extension(reference: str) -> Extension:
     except Exception as error:
         where = locate_error(error, reference.partition(".")[0])
         raise ConfigError(
-            f"extension {reference}: loading it raised {type(error).__name__}: {error} {where}",
+            f"extension {reference}: loading it raised {type(error).__name__}: {error} {where}".rstrip(),
             hint="correct the extension, or remove it from extensions",
         ) from error
     extension = getattr(found, "EXTENSION", None) if isinstance(found, ModuleType) else found

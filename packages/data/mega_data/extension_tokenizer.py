@@ -26,7 +26,7 @@ _REFERENCE = re.compile(r"([^:]+):([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class TokenizerReference:
-    """Name of a tokenizer of an extension.
+    """Reference to a tokenizer that an extension provides, `EXTENSION:NAME`.
 
     Attributes:
         extension: file, folder or installed name of the extension, as in `extensions` of run.yaml.

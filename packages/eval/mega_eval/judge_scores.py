@@ -122,7 +122,7 @@ class JudgeClient:
     key: str | None = None
 
     def get_judge_model_name(self) -> str:
-        """Return the name of the judge.
+        """Return the name of the judge model, as its server lists it.
 
         Raises:
             ConfigError, TrainingError: when the server has no model or does not answer.

@@ -128,7 +128,11 @@ def _read_samples(path: Path) -> dict[SampleKey, dict[int, _Sample]]:
         hint = "pass two result files of mega eval --tasks with --log-samples --output"
         raise DataError(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
     if not tasks:
-        raise DataError(f"{path}: samples are missing", hint="run mega eval --tasks again with --log-samples")
+        of_data = isinstance(raw, dict) and "perplexity" in raw
+        raise DataError(
+            f"{path}: is a result of mega eval --data, without samples" if of_data else f"{path}: samples are missing",
+            hint="compare results of mega eval MODEL --tasks NAME --log-samples --output FILE",
+        )
     found: dict[SampleKey, dict[int, _Sample]] = {}
     for task, samples in tasks.items():
         for sample in samples:

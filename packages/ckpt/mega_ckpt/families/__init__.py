@@ -182,7 +182,9 @@ def find_family_by_name(name: object, source: str = "family", added: Sequence[Mo
     nearest = difflib.get_close_matches(str(name), families, n=1)
     raise CheckpointError(
         f"{source}: model type {name!r} is not supported; supported families: docs/families.md"
-        + "".join(f"; nearest: {near}" for near in nearest)
+        + "".join(f"; nearest: {near}" for near in nearest),
+        hint="model: {from: FOLDER, implementation: transformers} trains any model that transformers loads; mega new family"
+        " NAME adds a family",
     )
 
 

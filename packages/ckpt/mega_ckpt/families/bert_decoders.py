@@ -43,7 +43,7 @@ class CausalLocalAttentionEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of sliding windows; ConfigMismatchError if `sliding_window` is another size."""
+        """Return the `ModelConfig` fields of sliding windows; ConfigMismatchError if `sliding_window` differs from half of `local_attention`."""
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         size = (raw.get("local_attention", 128) or 0) // 2
         if raw.get("sliding_window", size) not in (size, None):

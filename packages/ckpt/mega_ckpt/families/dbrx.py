@@ -36,7 +36,7 @@ _MLP = f"{LAYER}.mlp"
 
 @dataclass(frozen=True)
 class ExpertRowsLayout:
-    """Disk layout of DBRX, where the rows of all experts' matrices are one matrix; with `transposed`, of matrices (in, out)."""
+    """Disk layout of DBRX's experts, whose matrices are stacked row by row in one matrix; with `transposed`, each as (in, out)."""
 
     transposed: bool = False
     splits_on_first_axis: bool = False
@@ -130,7 +130,7 @@ class DbrxHeadsEntry:
 
 @dataclass(frozen=True)
 class DbrxNormalizeEntry:
-    """`MoeFieldEntry` of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
+    """Translation to and from config.json of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
 
     key: str = "ffn_config.moe_normalize_expert_weights"
     handled_model_fields: frozenset[str] = frozenset({"normalize"})

@@ -204,7 +204,7 @@ class AxK1Family(ModelFamily):
 
 @dataclass(frozen=True)
 class OptionalSelectionBiasEntry:
-    """`MoeFieldEntry` of a selection bias that folders may lack."""
+    """Translation to and from config.json of a router's selection bias, which folders may lack."""
 
     handled_config_keys: frozenset[str] = frozenset()
     handled_model_fields: frozenset[str] = frozenset({"selection_bias"})
@@ -318,7 +318,7 @@ class CohereExpertNormEntry:
 
 @dataclass(frozen=True)
 class CohereExpertsEntry:
-    """`MoeFieldEntry` of the scores and shared experts of Command A+, whose outputs are added or averaged."""
+    """Translation to and from config.json of the router scores and shared experts of Command A+, whose outputs are added or averaged."""
 
     handled_config_keys: frozenset[str] = frozenset(
         {"expert_selection_fn", "norm_topk_prob", "num_shared_experts", "shared_expert_combination_strategy"}

@@ -153,7 +153,7 @@ class LayerInputEntry:
     handled_model_fields: frozenset[str] = frozenset({"per_layer_input_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `per_layer_input_size`; raises ConfigMismatchError for tables of unequal rows."""
+        """Return the `ModelConfig` field `per_layer_input_size`; raises ConfigMismatchError if the per-layer embedding has other rows than the token embedding."""
         size, rows = raw.get("hidden_size_per_layer_input", 256), raw.get("vocab_size_per_layer_input", 262_144)
         if size and rows != raw.get("vocab_size"):
             raise ConfigMismatchError(

@@ -99,7 +99,7 @@ class Llama4AttentionEntry:
 
 @dataclass(frozen=True)
 class MoeLayerListConfigEntry:
-    """`MoeLayersEntry` of Llama 4: a list of the layers with experts, or every n-th layer."""
+    """Translation to and from config.json of Llama 4's layers with experts: a list of them, or every n-th layer."""
 
     handled_config_keys: frozenset[str] = frozenset({"moe_layers", "interleave_moe_layer_step"})
 

@@ -109,7 +109,7 @@ class MoeSectionEntry:
 
 @dataclass(frozen=True)
 class MoeInAllLayersEntry:
-    """`MoeLayersEntry` for experts in every layer, without a key in config.json."""
+    """Mapping for families with experts in every layer, for which config.json has no key."""
 
     handled_config_keys: frozenset[str] = frozenset()
 
@@ -127,7 +127,7 @@ class MoeInAllLayersEntry:
 
 @dataclass(frozen=True)
 class MoeInLayerPatternEntry:
-    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds.
+    """Mapping for families whose pattern of layer kinds selects the layers with experts.
     Another config entry reads and writes the pattern.
     """
 
@@ -147,7 +147,7 @@ class MoeInLayerPatternEntry:
 
 @dataclass(frozen=True)
 class QwenSparseStepConfigEntry:
-    """`MoeLayersEntry` of Qwen, with experts in every n-th layer.
+    """Translation to and from config.json of Qwen's layers with experts: every n-th layer, except listed dense ones.
     The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts; if the key is absent, those in `dense`.
     """
 
@@ -172,7 +172,7 @@ class QwenSparseStepConfigEntry:
 
 @dataclass(frozen=True)
 class FirstKDenseConfigEntry:
-    """`MoeLayersEntry` of DeepSeek, whose first `first_k_dense_replace` layers are dense.
+    """Translation to and from config.json of DeepSeek's layers with experts: all but the first `first_k_dense_replace`.
     All others have experts, multi-token prediction (MTP) layers included.
 
     Attributes:
@@ -213,7 +213,7 @@ class FirstKDenseConfigEntry:
 
 @dataclass(frozen=True)
 class MlpLayerTypesEntry:
-    """`MoeLayersEntry` of a list `mlp_layer_types`, with "dense" or "sparse" for each layer.
+    """Translation to and from config.json of the layers with experts, as a list `mlp_layer_types` of "dense" or "sparse".
     Multi-token prediction (MTP) layers, which the list leaves out, have experts.
 
     Attributes:

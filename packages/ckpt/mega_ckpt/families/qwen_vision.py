@@ -33,7 +33,7 @@ _SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
 
 @dataclass(frozen=True)
 class MultimodalRopeEntry(RopeEntry):
-    """`RopeEntry` for the multimodal rotary positions of Qwen's vision-language models.
+    """Translation to and from config.json of the multimodal rotary positions (M-RoPE) of Qwen's vision-language models.
     The rotary parameters have `mrope_section`. In Qwen2.5-VL before transformers 5, rope_type is mrope.
 
     Attributes:

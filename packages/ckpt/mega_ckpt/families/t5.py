@@ -142,7 +142,7 @@ class T5HeadSizeEntry:
     handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `head_dim` and `num_kv_heads` of a T5 from config.json.
+        """Return the `ModelConfig` fields `head_dim`, and `num_kv_heads` as None, of a T5 from config.json.
         `num_kv_heads` is None: every head has its own key and value.
         """
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}

@@ -91,7 +91,7 @@ class MimoHeadsEntry:
 
 @dataclass(frozen=True)
 class NullIsOneEntry:
-    """`MoeFieldEntry` of the factor on experts' weights, which is 1 if the key is null."""
+    """Translation to and from config.json of the factor on experts' routing weights, which is 1 if the key is null."""
 
     handled_config_keys: frozenset[str] = frozenset({"routed_scaling_factor"})
     handled_model_fields: frozenset[str] = frozenset({"scaling"})
@@ -235,7 +235,7 @@ class SoftplusGateEntry:
 
 @dataclass(frozen=True)
 class RouterSoftcapEntry:
-    """`MoeFieldEntry` of the cap of router logits, which is absent if the key is 0."""
+    """Translation to and from config.json of the soft cap of router logits, which is absent if the key is 0."""
 
     handled_config_keys: frozenset[str] = frozenset({"moe_router_logit_softcapping"})
     handled_model_fields: frozenset[str] = frozenset({"logit_softcap"})

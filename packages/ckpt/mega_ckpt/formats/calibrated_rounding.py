@@ -57,7 +57,7 @@ class InputSecondMoments:
     def compensate_rounding_error(
         self, rows: Tensor, scales: Tensor, round_trip: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return weights whose nearest codes are GPTQ's, for some rows [R, I] of a weight.
+        """Return rows [R, I] of a weight changed by GPTQ's error compensation, ready to be rounded to the nearest codes.
 
         Args:
             rows: the weights, fp32.

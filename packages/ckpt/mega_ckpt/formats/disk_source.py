@@ -37,7 +37,7 @@ class LazyTensor:
 
 
 class DiskWeightSource:
-    """A `WeightSource` of weights in files with a model family's own tensor names and layouts.
+    """Reader of a model's weights from files that have the tensor names and layouts of its family.
     At most one tensor that is costly to read is kept in memory.
 
     `quantization` describes the stored weights if they are dequantized when read; else it is None.

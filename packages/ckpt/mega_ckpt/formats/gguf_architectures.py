@@ -217,7 +217,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def map_gguf_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
-    """Return {metadata key without the architecture's name: config.json key}, of keys with equal values."""
+    """Return {GGUF metadata key without the architecture's name: config.json key} for keys whose values carry over unchanged."""
     return {**_KEYS, **architecture.keys}
 
 

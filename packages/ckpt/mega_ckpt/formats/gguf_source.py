@@ -182,7 +182,7 @@ _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 
 class GgufSource(DiskWeightSource):
-    """A `WeightSource` of the model in a GGUF file; quantized weights are dequantized when read.
+    """Reader of a model's weights from a GGUF file; quantized weights are dequantized when read.
 
     Raises:
         CheckpointError: from the constructor, for a damaged file or an unsupported model.

@@ -67,7 +67,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskWeightSource):
-    """A `WeightSource` of a HuggingFace folder, dequantized.
+    """Reader of a model's weights from a HuggingFace folder; quantized weights are dequantized when read.
     The attribute `unread` lists the keys of config.json that neither transformers nor mega reads. `families` come from extensions.
 
     Raises:

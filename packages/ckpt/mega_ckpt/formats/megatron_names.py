@@ -312,7 +312,7 @@ def count_encoder_or_decoder_layers(model: ModelConfig, stack: str) -> int:
 
 
 def infer_megatron_args_from_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return the Megatron arguments that a checkpoint's tensor names imply.
+    """Return the Megatron arguments of a BERT or T5 that a checkpoint's tensor names imply; none for other models.
     They are for checkpoints that lack arguments: of a BERT, or of a T5 with its numbers of layers.
     """
     names = set(names)

@@ -149,7 +149,7 @@ def open_megatron_checkpoint(folder: Path) -> MegatronContents:
 
 
 class MegatronSource:
-    """A `WeightSource` of a Megatron checkpoint.
+    """Reader of a model's weights from a Megatron checkpoint, by canonical names.
 
     Args:
         folder: folder of the tracker file, or of one iteration.

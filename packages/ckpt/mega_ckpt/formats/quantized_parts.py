@@ -40,7 +40,7 @@ class QuantizedWeightPart:
 
     @property
     def layer(self) -> str:
-        """Name of the layer, with the dot that ends it."""
+        """Name prefix of the quantized layer's tensors, with a dot at the end."""
         return self.weight.removesuffix("weight")
 
     def encode_row_blocks(

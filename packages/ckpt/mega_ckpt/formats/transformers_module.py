@@ -146,7 +146,7 @@ def _find_size(config: Any, keys: Sequence[str]) -> int | None:
 
 
 class TransformersSource:
-    """A `WeightSource` of a HuggingFace folder, read by transformers whole into host memory at the first access.
+    """Reader of a model's weights that transformers loads from a HuggingFace folder, whole, at the first access.
 
     Raises:
         CheckpointError: from the constructor, for a URL, or a model that transformers cannot build.

@@ -49,7 +49,7 @@ class BatchEncoder(Protocol):
 
 
 class EncoderMismatch(Exception):
-    """Error for a faster text encoder whose results cannot be used.
+    """Error for a faster tokenizer library (fastokens) whose token ids differ from `tokenizers`, or that fails.
     It failed on text number `index` of a batch, or returned other tokens than the library `tokenizers`.
 
     The caller sets `where`, the file and line of the text.

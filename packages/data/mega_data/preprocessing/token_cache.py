@@ -65,7 +65,7 @@ SETTING_OF_OPTION = (
 
 
 class RawRecord(NamedTuple):
-    """First record of raw data.
+    """First record of raw data, and its detected form.
     It has its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads it, or None.
     """
 

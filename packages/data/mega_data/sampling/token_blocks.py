@@ -144,7 +144,7 @@ class IndexedSlice(IndexedReader):
         return IndexedSlice(self._whole.open_companion(prefix), self._first, self._first + len(self))
 
     def close(self) -> None:
-        """Keep the index, which is small; the whole releases the tokens."""
+        """Do nothing: the reader of the whole data set releases the tokens, and the index is small."""
 
     def _get_arrays(self) -> MappedArrays:
         return MappedArrays(*self._index, self._whole.tokens[self._begin : self._begin + self.num_tokens])

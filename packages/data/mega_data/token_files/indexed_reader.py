@@ -9,6 +9,7 @@ optionally S int8 modes, which only multimodal data has. Everything is little-en
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import resource
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from mega_common.bounded_parsing import GIT_LFS_POINTER
 from mega_common.errors import DataError
 from mega_data.token_files.remote_copies import resolve_local_prefix
 
@@ -278,6 +280,9 @@ class IndexedReader:
                 f"{self.prefix} is a file of records, not token files; tokenize it with mega data preprocess --input"
                 f" {self.prefix} --tokenizer FOLDER --output {output}, then give {output}"
             )
+        files = [path.name for path in self.prefix.parent.glob("*.y*ml")]
+        if meant := difflib.get_close_matches(self.prefix.name, files, n=1, cutoff=0.8):
+            return f"did you mean the file {self.prefix.with_name(meant[0])}?"
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         names = [name for name in names if not name.endswith(".mask")]
         near = [name for name in names if name.startswith(self.prefix.name)] or names
@@ -292,6 +297,8 @@ class IndexedReader:
         size = self._idx.stat().st_size
         with open(self._idx, "rb") as stream:
             head = stream.read(HEADER.size)
+        if head.startswith(GIT_LFS_POINTER):
+            raise DataError(f"{self._idx}: is a Git LFS pointer, not the file itself", hint="fetch it: git lfs pull")
         if not head.startswith(MAGIC):
             raise DataError(f"{self._idx}: is not an index of token files: it begins with {head[:9]!r}, not {MAGIC!r}")
         if len(head) < HEADER.size:

@@ -44,7 +44,7 @@ class ToolCallDelta:
     arguments: str = ""
 
     def format_call(self) -> dict[str, Any]:
-        """Return the piece in the form of OpenAI's API, without the index."""
+        """Return this piece of a function call as JSON of OpenAI's API, without the index."""
         head = {} if self.name is None else {"id": self.id, "type": "function"}
         name = {} if self.name is None else {"name": self.name}
         return {**head, "function": {**name, "arguments": self.arguments}}
@@ -123,7 +123,7 @@ class AnswerFormat(Protocol):
 
 
 class AnswerWriter(Protocol):
-    """Interface of the builders of answers, one for each API.
+    """Interface of classes that build the server's answers, one class for each HTTP API.
 
     Attributes:
         usage: token counts so far.

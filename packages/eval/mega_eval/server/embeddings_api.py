@@ -87,7 +87,7 @@ class ServedEmbedder:
         return self.texts.settings.select_prompt(name)
 
     def encode_text(self, text: str, prompt: str) -> list[int]:
-        """Return the token ids of a text to embed.
+        """Return the token ids of a text to embed, after the prompt and cut to the maximum length if the folder sets them.
         The text comes after `prompt` and is truncated if the model's folder is of sentence-transformers, else it is the
         whole text without a prompt.
         """

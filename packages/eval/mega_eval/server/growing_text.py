@@ -59,7 +59,7 @@ class JsonScanner:
 
 
 class StreamingTextReader:
-    """Unread part of a text that grows.
+    """Reader of a text that arrives in pieces.
 
     Attributes:
         unread: text that has arrived and was not read.

@@ -251,7 +251,7 @@ class ResponsesOutputItem:
         self.id = f"{PREFIXES[self.kind]}_{uuid.uuid4().hex}"
 
     def format_item(self, status: str) -> dict[str, Any]:
-        """Return the item in the form of the API."""
+        """Return this output item as JSON of the Responses API."""
         head = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}

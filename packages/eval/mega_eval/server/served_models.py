@@ -62,7 +62,9 @@ class ServedModels:
         for service in self.services:
             if name in (None, service.name, *service.adapters):
                 return service
-        raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        served = ", ".join(f"`{known}`" for known in self.list_model_names())
+        message = f"The model `{name}` does not exist. This server has {served}."
+        raise ApiRequestError(404, message, param="model", code="model_not_found")
 
     async def load_adapter(self, body: LoadAdapterRequest) -> None:
         """Load an adapter into a running model.

@@ -42,7 +42,7 @@ class CheckResult:
 
 
 def make_speed_check_result(part: str, name: str, value: float, expected: float | None, unit: str) -> CheckResult:
-    """Return the result of a measured speed, which is ok from `SLOWEST` of the expected one on."""
+    """Return the result of a speed measurement, which is ok from the share `SLOWEST` of the expected speed on."""
     verdict: CheckVerdict = "no expectation"
     if expected is not None:
         verdict = "ok" if value >= SLOWEST * expected else "failed"
@@ -51,7 +51,7 @@ def make_speed_check_result(part: str, name: str, value: float, expected: float 
 
 
 def make_upper_bound_check_result(part: str, name: str, value: float, bound: float, unit: str = "") -> CheckResult:
-    """Return the result of a measured error or time, which is ok up to `bound`; NaN is not."""
+    """Return the result of a measured error or time, which is ok up to `bound`; NaN is never ok."""
     words = f" {unit}" if unit else ""
     verdict: CheckVerdict = "ok" if value <= bound else "failed"
     return CheckResult(part, name, verdict, f"{value:.2g}{words}", f"<= {bound:.2g}{words}", value, unit)

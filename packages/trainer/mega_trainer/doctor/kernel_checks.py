@@ -67,7 +67,7 @@ class KernelCheck:
     measure: Callable[[torch.device], float]
 
     def run_check(self, device: torch.device) -> CheckResult:
-        """Return the result of the kernel's check on a device.
+        """Compare the kernel with a plain computation on a device, and return the check result.
         A kernel that raises an error has failed.
         """
         try:

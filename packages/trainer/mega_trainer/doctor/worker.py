@@ -62,12 +62,12 @@ class ExaminationPlan:
     machine: str | None
 
     def write_plan(self, folder: Path) -> None:
-        """Write the plan to the folder of an examination."""
+        """Write the plan of an examination by `mega doctor` to its folder."""
         (folder / PLAN).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read_plan(cls, folder: Path) -> ExaminationPlan:
-        """Return the plan in the folder of an examination."""
+        """Return the plan of an examination by `mega doctor`, read from its folder."""
         return cls(**json.loads((folder / PLAN).read_text()))
 
 
@@ -113,7 +113,7 @@ def run_doctor_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankI
 
 
 def check_rank_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the results of a job of which one rank fails.
+    """Yield the check results of a job in which one rank is made to fail: how soon, and with which error, all ranks end.
     They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
     message = "no error"

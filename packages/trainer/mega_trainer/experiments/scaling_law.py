@@ -44,13 +44,13 @@ class ScalingLawPoint:
 
     @property
     def flops(self) -> float:
-        """Training compute 6 N D."""
+        """Training compute in FLOPs, 6 N D for N parameters and D tokens."""
         return FLOPS_PER_PARAMETER * self.parameters * self.tokens
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """Coefficients of L(N, D) = E + A / N^alpha + B / D^beta."""
+    """Fitted scaling law of the loss, L(N, D) = E + A / N^alpha + B / D^beta."""
 
     E: float
     A: float
@@ -159,7 +159,7 @@ class HeldOutPrediction:
 
     @property
     def relative_error(self) -> float:
-        """Predicted / measured loss - 1."""
+        """Relative error of the predicted loss: predicted / measured - 1."""
         return self.predicted / self.point.loss - 1
 
 

@@ -118,7 +118,7 @@ class SeedComparison:
         return find_differing_settings([self.first.logs[0].settings, self.second.logs[0].settings])
 
     def conclusion(self) -> str:
-        """Return a sentence that says what can be concluded."""
+        """Return the conclusion of the comparison as a sentence: whether the variants differ."""
         names = f"{self.metric} of {self.second.name}", f"that of {self.first.name}"
         if not self.test:
             return f"Nothing can be concluded about {names[0]} and {names[1]}: a variant has one run; run more seeds."

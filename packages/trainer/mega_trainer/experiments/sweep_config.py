@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from mega_common.strict_config import ConfigProblem, StrictConfig, apply_config_
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 SEED_KEY = "train.seed"
+_NUMBER = r"[\d.]+(?:e[+-]?\d+)?"
+_DASHED_RANGE = re.compile(f"({_NUMBER})-({_NUMBER})")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ SweptValues = list[Any] | NumberRange
 
 
 class SweepConfig(StrictConfig):
-    """Settings of a sweep."""
+    """Settings of a hyperparameter sweep, from sweep.yaml and the command line."""
 
     settings: dict[str, list[Any] | str] = Field(
         min_length=1,
@@ -73,7 +76,7 @@ class SweepConfig(StrictConfig):
 
     @property
     def values(self) -> dict[str, SweptValues]:
-        """Values or range of each setting."""
+        """Values, or range of values, that the sweep tries for each setting."""
         return {key: parse_swept_values(given) for key, given in self.settings.items()}
 
     @property
@@ -107,6 +110,9 @@ def parse_setting_words(words: list[str]) -> dict[str, list[Any] | str]:
         if not key or not equals or not text or key in found:
             rule = "is given twice" if key in found else "must have the form KEY=V1,V2 or KEY=LOW..HIGH[:log]"
             raise ConfigError(f"the setting {word!r} {rule}", hint="example: optimizer.lr=1e-4,3e-4,1e-3")
+        if (bounds := _DASHED_RANGE.fullmatch(text)) is not None:
+            hint = f"write {key}={bounds[1]}..{bounds[2]}, or with :log for equal steps of the logarithm"
+            raise ConfigError(f"the setting {word!r} must have a range as LOW..HIGH[:log]", hint=hint)
         found[key] = text if _parse_range(text) is not None else _parse_list(word, text)
     return found
 

@@ -25,7 +25,7 @@ LOG_RATIO = 20  # of the largest to the smallest value of a setting with listed 
 
 
 def render_sweep_page(title: str, config: SweepConfig, results: Sequence[TrialResult]) -> str:
-    """Return the HTML page of a sweep with these results, best first."""
+    """Return the HTML page of a sweep, given its trial results sorted best first."""
     sections = [
         _ranking_section(config, results), _coordinates_section(config, results), _curves_section(config, results),
         _settings_section(config, results),

@@ -53,7 +53,7 @@ class SweptRun:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """Output folder of this run of a sweep."""
         return self.config_file.with_suffix("")
 
     @property
@@ -158,7 +158,7 @@ def _decode_value(value: Any, distribution: BaseDistribution) -> Any:
 
 @dataclass
 class Sweep:
-    """Sweep in a folder.
+    """Hyperparameter sweep whose state is kept in a folder.
 
     Attributes:
         folder: folder of the sweep.

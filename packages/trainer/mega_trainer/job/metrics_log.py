@@ -67,7 +67,7 @@ class MfuCalculator:
 
     @classmethod
     def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> MfuCalculator:
-        """Return the model FLOPs utilisation (MFU) model for a run on `world_size` devices like `device`.
+        """Return the calculator of model FLOPs utilisation (MFU) for a run on `world_size` devices like `device`.
         The peak FLOP/s of a device without a known data sheet is measured.
         """
         model, lengths = config.model, config.sequence_lengths

@@ -36,6 +36,7 @@ ORDER_SETTINGS = (
 )  # fmt: skip
 LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
 LR_SETTINGS = ("lr_schedule.", "optimizer.lr", "train.steps", "batch.")  # that determine the learning rate of a step
+EQUAL_STATE = {"adamw", "adamw8bit"}  # optimizers whose checkpoints have equal tensors
 JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
@@ -45,7 +46,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     changed setting and its effects.
 
     Raises:
-        ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
+        ConfigError: when a setting of the model, the precision or the optimizer differs, or the learning rate would jump.
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = list_allowed_setting_changes(saved, config, where)
@@ -61,6 +62,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
             f"precision = {config.precision} conflicts with that of the resumed checkpoint {where}, {precision}",
             hint=f"set precision={precision}; or set init_from={where} and another output to start from its weights only",
         )
+    _check_optimizer(saved, config, where)
     if step >= config.train.steps:
         return found
     order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.sample_order == "megatron" else ())]
@@ -70,6 +72,16 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
             "read again, and some are never read"
         )
     return [*found, *_lr_change_lines(saved, consumed, config, where, found)]
+
+
+def _check_optimizer(saved: Mapping[str, Any], config: RunConfig, where: str) -> None:
+    """Raise `ConfigError` for another optimizer, which would drop state that the checkpoint has, or lack some."""
+    before, now = saved.get("optimizer", {}).get("name", config.optimizer.name), config.optimizer.name
+    if before != now and not {before, now} <= EQUAL_STATE:
+        raise ConfigError(
+            f"optimizer.name = {now} conflicts with that of the resumed checkpoint {where}, {before}",
+            hint=f"set optimizer.name={before}; or set init_from={where} and another output to start from its weights only",
+        )
 
 
 def list_allowed_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:

@@ -41,6 +41,7 @@ class BackendFacts:
         biased: attention scores have a relative position bias.
         taps: taps of the model's short convolutions.
         compiler_problem: the requirement of torch.compile that is missing on this machine, if any.
+        fp8: linear layers run in fp8.
     """
 
     installed: Mapping[str, str]
@@ -52,6 +53,7 @@ class BackendFacts:
     biased: bool = False
     taps: frozenset[int] = frozenset()
     compiler_problem: str | None = None
+    fp8: bool = False
 
     @property
     def missing_gpu_problem(self) -> str | None:
@@ -142,6 +144,8 @@ def _choose_linear(name: str, facts: BackendFacts) -> tuple[str, str]:
             facts.missing_gpu_problem or facts.missing_package_problem("transformer-engine"),
             "linear=torch",
         )
+    if facts.fp8 and facts.capability is None:
+        return name.replace("auto", "torch"), "fp8 is emulated on a CPU: results as on a GPU, but slower than fp32"
     return ("torch", "auto: as fast as any") if name == "auto" else (name, "as set")
 
 

@@ -90,7 +90,7 @@ class FlashKernel(Protocol):
 
 
 class TorchFlashKernel:
-    """`FlashKernel` by torch's flash attention on GPUs, and by torch's CPU kernel.
+    """Flash attention kernel of torch on GPUs, and torch's fused attention kernel on CPUs.
 
     On a CPU every precision is supported, but neither documents nor windows.
     """
@@ -164,7 +164,7 @@ def supports_flash_head_size(size: int) -> bool:
 
 
 class FlashAttention2:
-    """`FlashKernel` by the flash-attn 2 package, on Ampere and later GPUs."""
+    """Flash attention kernel of the flash-attn 2 package, for Ampere and later GPUs."""
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_interface
@@ -221,7 +221,7 @@ class FlashAttention2:
 
 
 class FlashAttention3:
-    """`FlashKernel` by the flash-attn 3 package, on Hopper GPUs.
+    """Flash attention kernel of the flash-attn 3 package, for Hopper GPUs.
     It calls the package's operators, whose arguments are stable, not their Python wrappers.
     """
 

@@ -21,7 +21,7 @@ from mega_trainer.kernels.leaf_compiler import compile_with_own_cache
 
 
 class FlexAttentionKernel:
-    """`FlashKernel` by torch's FlexAttention. The backward of a block recomputes its output, as autograd requires.
+    """Flash attention kernel by torch's FlexAttention. The backward of a block recomputes its output, as autograd requires.
 
     Args:
         compiled: compile to one kernel; uncompiled it is for tests.

@@ -200,7 +200,7 @@ class Fp8OutputGradient(NamedTuple):
 
 
 class Fp8Kernels(TorchKernels):
-    """`Kernels` whose linear layers multiply in fp8.
+    """Kernel back end whose linear layers multiply in fp8.
     M tokens and the D and N of a weight [N, D] must be multiples of the recipe's block sizes.
 
     Args:

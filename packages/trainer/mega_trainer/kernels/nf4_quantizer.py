@@ -31,7 +31,7 @@ class WeightQuantizer(Protocol):
 
 
 class Nf4Quantizer:
-    """`WeightQuantizer` for the NF4 format, by bitsandbytes.
+    """Weight quantizer to the 4-bit format NF4, by bitsandbytes.
 
     Raises:
         ConfigError: when bitsandbytes cannot be imported.

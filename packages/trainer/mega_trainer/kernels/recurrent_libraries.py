@@ -21,7 +21,7 @@ LEAST_CHUNK = 16  # least rows of a GEMM tile
 
 
 class CausalConvKernel:
-    """`Kernels.short_convolution` by the causal-conv1d package, for two to four taps."""
+    """Short causal convolution by the causal-conv1d package, for two to four taps."""
 
     def __init__(self) -> None:
         from causal_conv1d import causal_conv1d_fn
@@ -58,7 +58,7 @@ def _document_numbers(preceding_tokens: Tensor, before: int = 0) -> Tensor:
 
 
 class MambaScanKernel:
-    """`Kernels.selective_scan` of whole sequences by the mamba-ssm package."""
+    """Selective scan of whole sequences by the mamba-ssm package."""
 
     def __init__(self) -> None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined

@@ -22,7 +22,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 
 
 class TeLinearKernels(TorchKernels):
-    """`Kernels` whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
+    """Kernel back end whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
 
     In fp8, M, D and N must be multiples of 16 (MXFP8: 32).
 
@@ -127,7 +127,7 @@ def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
 
 
 class TeAttention:
-    """`WholeSequenceAttentionKernel` by Transformer Engine's DotProductAttention, one module cached per shape."""
+    """Attention kernel for whole sequences by Transformer Engine's DotProductAttention, one module cached per shape."""
 
     def __init__(self) -> None:
         import transformer_engine.pytorch as te

@@ -46,7 +46,7 @@ FEW_QUERIES = 16  # most queries whose mask is small compared to their keys
 
 
 class TorchKernels:
-    """`Kernels` back end that uses torch's own operations.
+    """Kernel back end that uses torch's own operations.
 
     Args:
         leaves: calls the fusible functions: operations other than GEMMs and attention.
@@ -230,7 +230,7 @@ class TorchKernels:
 
 
 class SdpaAttention:
-    """`WholeSequenceAttentionKernel` by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
+    """Attention kernel for whole sequences by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
 
     Also of a few queries to cached keys, for generation on a CPU.
     """

@@ -244,7 +244,7 @@ class ActivationCheckpointer:
     def drop_output(
         self, module: RecomputedModule, y: Tensor, function: Callable[..., Tensor], *inputs: Tensor
     ) -> None:
-        """Do not keep y, which equals `function(*inputs)`, for the backward if the policy recomputes `module`."""
+        """Free y = `function(*inputs)` until the backward recomputes it, if the policy recomputes `module`."""
         # the open layer may be that of a forward in another thread, beside which this backward runs
         own = self._open is not None and self._open.thread == threading.get_ident()
         if self._open is not None and own and self.recompute.recomputes_module(module):

@@ -132,7 +132,7 @@ class ModifiedScoreKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
-        """Compute attention unfused; see `Kernels.attention`."""
+        """Compute scaled dot-product attention, unfused, with the extension's modification of the scores."""
 
         def modify(scores: Tensor) -> Tensor:
             batch, heads, queries, keys = map(partial(torch.arange, device=scores.device), scores.shape)

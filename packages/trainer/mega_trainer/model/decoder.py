@@ -268,7 +268,7 @@ class Decoder(nn.Module):
         sequence_bounds: DocumentBounds | None = None,
         routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
-        """Return the forward context for tokens at given positions.
+        """Return the forward context (rotary angles, attention mask, cache) for tokens at given positions.
         `positions` are int64 [B or 1, S], or [3, B, S] for multimodal rotary positions.
 
         Args:

@@ -31,7 +31,7 @@ def sinkhorn_knopp(matrix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperConnection(nn.Module):
-    """Learned weights around one block of a layer, by which streams become its input and take up its output."""
+    """Learned weights of one block that mix the residual streams into its input, and its output back into the streams."""
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class HyperConnection(nn.Module):
 
 
 class CollapsedNorm(nn.Module):
-    """Final norm of the weighted sum of all streams."""
+    """Final norm of the weighted sum of all residual streams (hyper-connections)."""
 
     def __init__(self, build: LayerBuilder, norm: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CollapsedNorm(nn.Module):
         self.scale = build.build_replicated("model.hc_head.hc_scale", (1,), fill=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised sum [B, S or S/T, D] of streams [B, S or S/T, n D]."""
+        """Return the norm [B, S or S/T, D] of the weighted sum of residual streams [B, S or S/T, n D]."""
         streams = torch.unflatten(x, -1, (self.hyper.streams, -1))
         mixed = _project_streams(streams, self.fn, self.norm_eps)
         pre = torch.sigmoid(mixed * upcast_to_fp32(self.scale) + upcast_to_fp32(self.base)) + self.hyper.eps

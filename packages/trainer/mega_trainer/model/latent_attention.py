@@ -203,7 +203,7 @@ class LatentProjection(nn.Module):
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states to the latent, [B, S or S/T, width + extra].
+        """Map hidden states to the latent, normalised in its first `width` columns: [B, S or S/T, width + extra].
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)

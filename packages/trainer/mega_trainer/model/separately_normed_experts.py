@@ -42,7 +42,7 @@ class ScaledInputRouter(ExpertRouter):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x [N, D]; see `ExpertRouter.forward`."""
+        """Route tokens x [N, D] to K experts each in a mixture-of-experts layer, after a norm and a scale."""
         scored = self.norm(x) * self.scale * x.shape[-1] ** -0.5
         chosen, weights, _ = super().forward(scored, tokens, routing, routes)
         return chosen, weights * self.factors[chosen.clamp(min=0)], self.experts_norm(x)

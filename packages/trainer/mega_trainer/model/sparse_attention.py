@@ -109,7 +109,7 @@ class LightningIndexer(nn.Module):
         return sum_partial_results((weights.unsqueeze(-2) @ scores).squeeze(-2), self.tp, sp=False)
 
     def select(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Return which tokens each query attends to, bool [B, s, S].
+        """Return the mask of the tokens that each query attends to, bool [B, s, S].
         They are the `top_k` of the largest scores among those `seen` [B or 1, s, S], or with `dense` all of them.
         """
         if self.config.dense:

@@ -232,7 +232,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class NormedResidualLayer(TransformerLayer):
-    """Layer whose residual is the normalised stream: x = a norm(x) + b mixer(norm x), then alike with the feed-forward.
+    """Layer whose residual is the normalised stream: x = a norm(x) + b mixer(norm x), then the same for the feed-forward.
 
     The factors a and b are `residual_factors`, by the kind of mixer or feed-forward block, as in MiniMax-Text-01
     (arXiv:2501.08313).

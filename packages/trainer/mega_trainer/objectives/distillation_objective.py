@@ -37,7 +37,7 @@ class TeacherSource(Protocol):
 
 
 class LiveTeacher:
-    """`TeacherSource` that runs a teacher in memory, whose pipeline stages are `DistillationTeacher` models."""
+    """Source of a distillation teacher's most likely tokens that runs the teacher model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self.executor = executor
@@ -56,7 +56,7 @@ class LiveTeacher:
 
 
 class CachedTeacher:
-    """`TeacherSource` that reads each sample's precomputed top-k tokens from cache files."""
+    """Source of a distillation teacher's most likely tokens that reads precomputed ones from cache files."""
 
     def __init__(self, files: PrecomputedOutputCache) -> None:
         self._files = files

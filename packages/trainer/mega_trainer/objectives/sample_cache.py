@@ -168,7 +168,7 @@ class ReferenceModel(Protocol):
 
 
 class LiveReferenceModel:
-    """`ReferenceModel` that runs the reference model in memory."""
+    """Source of the reference model's log-probabilities, for preference losses, that runs the model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self._executor = executor
@@ -187,7 +187,7 @@ class LiveReferenceModel:
 
 
 class CachedReferenceModel:
-    """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
+    """Source of the reference model's log-probabilities, for preference losses, that reads them from cache files."""
 
     def __init__(self, files: PrecomputedOutputCache) -> None:
         self._files = files

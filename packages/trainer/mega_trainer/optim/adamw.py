@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWUpdateRule:
-    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by AdamW.
+    """AdamW update of main weights, which are held in one slot per parameter shard.
 
     Args:
         slots: slots to update.

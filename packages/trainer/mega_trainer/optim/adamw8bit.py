@@ -42,14 +42,14 @@ class EightBitMoment:
         self.scales = torch.zeros(-(-len(main) // BLOCK), device=main.device)
 
     def unpack_values(self) -> Tensor:
-        """Return the values, fp32 [n] in host memory."""
+        """Return the moment's values, fp32 [n] in host memory."""
         values: Tensor = self._library.dequantize_blockwise(
             self.codes, absmax=self.scales, code=self.values_by_code, blocksize=BLOCK
         )
         return to_host(values)
 
     def pack_values(self, values: Tensor) -> None:
-        """Quantise values fp32 [n] in host memory; those of `unpack_values` become the codes and scales that they were.
+        """Quantise values fp32 [n] in host memory to 8-bit codes and scales; values from `unpack_values` are kept exactly.
 
         The library quantises by a table on a CPU, which does not round each value to the nearest one.
         """
@@ -61,7 +61,7 @@ class EightBitMoment:
 
 
 class AdamW8bitUpdateRule:
-    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by AdamW with moments in 8 bits.
+    """AdamW update, with moments in 8 bits, of main weights, which are held in one slot per parameter shard.
 
     Args:
         slots: slots to update, with fp32 main weights.

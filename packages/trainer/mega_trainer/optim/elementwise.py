@@ -45,7 +45,7 @@ class LionUpdate:
     def update(
         self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int
     ) -> None:
-        """Update `weight` [n] and its momentum in place; see `ElementwiseUpdate`."""
+        """Update `weight` [n] and its momentum [n] in place from the gradient `grad` [n], all fp32 or fp64."""
         momentum, (beta1, beta2) = state["exp_avg"], self.betas
         direction = momentum.lerp(grad, 1 - beta1).sign_()
         weight.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr)
@@ -62,7 +62,7 @@ class SgdUpdate:
     def update(
         self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int
     ) -> None:
-        """Update `weight` [n] and its momentum in place; see `ElementwiseUpdate`."""
+        """Update `weight` [n] and its momentum [n] in place from the gradient `grad` [n], all fp32 or fp64."""
         gradient = grad.add(weight, alpha=weight_decay)
         if self.momentum:
             momentum = state["momentum_buffer"].mul_(self.momentum).add_(gradient)
@@ -71,7 +71,7 @@ class SgdUpdate:
 
 
 class ElementwiseUpdateRule:
-    """`UpdateRule` that updates the main weights of each slot by an `ElementwiseUpdate`.
+    """Update of the main weights of each slot by an elementwise optimizer, such as Lion or SGD.
 
     Args:
         slots: slots to update.

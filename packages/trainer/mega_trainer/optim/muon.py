@@ -81,7 +81,7 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
 
 
 class MatrixUpdateRule:
-    """`UpdateRule` that computes the update of each hidden matrix as a whole, on one of the data ranks.
+    """Base of optimizers that compute the update of each hidden matrix as a whole, on one of the data ranks.
     Subclasses define the input of an update, such as the momentum, and the update.
 
     Args:
@@ -169,7 +169,7 @@ class MatrixUpdateRule:
 
 
 class MuonUpdateRule(MatrixUpdateRule):
-    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by Muon.
+    """Muon update of main weights, which are held in one slot per parameter shard.
 
     Args:
         slots, tensor_group, lr_factor, weight_decay: as for `MatrixUpdateRule`.

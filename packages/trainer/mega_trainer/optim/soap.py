@@ -111,7 +111,7 @@ class SoapMatrixState:
 
 
 class SoapUpdateRule(MatrixUpdateRule):
-    """`UpdateRule` that updates main weights of hidden matrices by SOAP.
+    """SOAP update of the main weights of hidden matrices.
 
     Args:
         slots, tensor_group, weight_decay: as for `MatrixUpdateRule`.

@@ -18,7 +18,7 @@ FAINTEST, STRONGEST = 0.15, 0.75  # opacities of the lines of the last and of th
 
 @dataclass(frozen=True)
 class CoordinateAxis:
-    """Axis of one quantity.
+    """Axis of one quantity in a parallel-coordinates figure.
 
     Attributes:
         name: written above the axis.
@@ -32,7 +32,7 @@ class CoordinateAxis:
 
     @property
     def names(self) -> list[str]:
-        """Names of an axis that has at least one value that is not a number."""
+        """Categories of the axis, if at least one of its values is not a number."""
         return (
             list(dict.fromkeys(map(str, self.values))) if any(isinstance(value, str) for value in self.values) else []
         )
@@ -47,7 +47,7 @@ class CoordinateAxis:
         return scale, [scale.to_position(number) for number in numbers]
 
     def list_ticks(self, scale: AxisScale) -> list[tuple[float, str]]:
-        """Return position and label of each tick."""
+        """Return the position and label of each tick of the axis."""
         if names := self.names:
             return [(scale.to_position(index), name) for index, name in enumerate(names)]
         return [(scale.to_position(value), format_compact(value)) for value in scale.compute_ticks(5)]

@@ -282,7 +282,7 @@ class BlockwiseAttention:
 
 @dataclass(frozen=True)
 class LocalKeyValueExchange:
-    """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
+    """Exchange of keys and values without communication, for sequences that are whole on this rank."""
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
         """Call `work` once, with rank number and packed keys and values of this rank (`mine`)."""

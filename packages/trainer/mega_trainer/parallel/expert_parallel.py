@@ -135,7 +135,7 @@ def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tup
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """`ExpertDispatcher` by torch.distributed's all-to-all, one each way, after a small one for the row counts.
+    """Expert-parallel dispatcher by torch.distributed's all-to-all: one each way, after a small one for the row counts.
 
     A group of one rank exchanges nothing. In larger groups the host must know the row counts: it reads them once per layer,
     while the device has other work. With a `bound` the host reads nothing: each rank is sent a fixed number of rows, and

@@ -107,7 +107,7 @@ class RoutedBatch(Protocol):
 
     @property
     def affects_loss_mask(self) -> Tensor | None:
-        """Mask of the tokens that influence the loss, bool [B, S]."""
+        """Mask of the tokens with an unmasked label at or after them, which alone can change the loss, bool [B, S]."""
 
     @property
     def token_indices(self) -> Tensor | None:

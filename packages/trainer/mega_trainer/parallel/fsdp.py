@@ -309,7 +309,7 @@ def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list
 
 
 class FullyShardedStage:
-    """`ShardedStage` of a model that `fully_shard_stage` has sharded (ZeRO-3)."""
+    """Weights and gradients of a pipeline stage that FSDP2 has sharded (ZeRO-3)."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class RingGemms:
     def all_gather_gemm(
         self, x: Tensor, matrix: Tensor, group: CommGroup, *, keep_input: bool = False
     ) -> tuple[Tensor | None, Tensor]:
-        """Multiply each rank's slice while the next one arrives; see `OverlappedGemms`."""
+        """All-gather the input and multiply it by `matrix`, each rank's slice while the next one arrives."""
         piece, length = x.contiguous(), x.shape[SEQUENCE]
         gathered = x.new_empty(len(x), length * group.size, x.shape[-1]) if keep_input else None
         y = x.new_empty(len(x), length * group.size, matrix.shape[1])
@@ -61,7 +61,7 @@ class RingGemms:
         return gathered, y
 
     def gemm_reduce_scatter(self, x: Tensor, matrix: Tensor, group: CommGroup) -> Tensor:
-        """Compute a piece while the sum of the next one's earlier ranks arrives; see `OverlappedGemms`."""
+        """Multiply and reduce-scatter the product, each piece while the partial sum of the next one arrives."""
         pieces = x.chunk(group.size, SEQUENCE)
         total = pieces[group.rank - 1] @ matrix  # of the previous rank, which the ring reaches last
         for step in range(1, group.size):
@@ -77,7 +77,7 @@ class SymmetricMemoryGemms:
     def all_gather_gemm(
         self, x: Tensor, matrix: Tensor, group: CommGroup, *, keep_input: bool = False
     ) -> tuple[Tensor | None, Tensor]:
-        """Call torch's fused all-gather and GEMM; see `OverlappedGemms`."""
+        """All-gather the input and multiply it by `matrix`, by torch's fused operation."""
         group.record_call("all_gather_gemm", x)
         gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
             x, [matrix], SEQUENCE, _group_name(group), return_A=keep_input
@@ -85,7 +85,7 @@ class SymmetricMemoryGemms:
         return None if gathered is None else gathered.contiguous(), y.contiguous()
 
     def gemm_reduce_scatter(self, x: Tensor, matrix: Tensor, group: CommGroup) -> Tensor:
-        """Call torch's fused GEMM and reduce-scatter; see `OverlappedGemms`."""
+        """Multiply and reduce-scatter the product, by torch's fused operation."""
         group.record_call("gemm_reduce_scatter", x)
         y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", SEQUENCE, _group_name(group))
         return y.contiguous()

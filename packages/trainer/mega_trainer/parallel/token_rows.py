@@ -38,7 +38,7 @@ def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertRowAssignment:
-    """Permutation of tokens to expert-sorted rows in a mixture-of-experts layer, and its inverse.
+    """Assignment of tokens' expert choices to rows sorted by expert or rank, and its inverse; choices over capacity have no row.
     It has the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank.
 
     Attributes:

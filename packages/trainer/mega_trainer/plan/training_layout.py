@@ -109,5 +109,5 @@ class TrainingLayout:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per element of the gradients in the run's precision."""
+        """Bytes per element of the gradient buffers: at least 4, since gradients are summed in fp32 or wider."""
         return max(4, self.weight_bytes)

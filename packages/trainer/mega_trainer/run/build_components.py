@@ -140,6 +140,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         )
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
+        fp8=config.precision == "fp8",
     )
     parts = {
         "mamba": ("conv", "scan"),

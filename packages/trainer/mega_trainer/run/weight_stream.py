@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes, of the tensors in a bucket
 
 
 class RankShareWeightSource:
-    """`WeightSource` of this rank's share of a trained model's weights, with zeros in the elements of other ranks.
+    """Reader of this rank's share of a trained model's weights, with zeros in the elements of other ranks.
     Construction is a collective call.
 
     Each element belongs to one rank, so the bytewise maximum over all ranks' shares is the weights.

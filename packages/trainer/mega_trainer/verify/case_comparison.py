@@ -34,7 +34,7 @@ BoxesByName = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # name: 
 
 
 def assemble_tensor(held: ShardedTensor) -> Tensor:
-    """Return one tensor from boxes that cover it; NaN where none does."""
+    """Return a whole tensor assembled from slices that ranks hold; NaN in elements that no rank holds."""
     first = held.boxes[0].tensor
     out = first.new_full(held.shape, float("nan"))
     for box in held.boxes:
@@ -43,7 +43,7 @@ def assemble_tensor(held: ShardedTensor) -> Tensor:
 
 
 def select_tensor_slice(tensor: Tensor, box: TensorBox) -> Tensor:
-    """Return the part of a whole tensor that the box holds."""
+    """Return the slice of a whole tensor that a rank's `box` covers."""
     return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
 
 
@@ -71,12 +71,12 @@ def _tensor_kind(name: str) -> str:
 
 
 def nan_as_infinity(error: float) -> float:
-    """Return an error; infinity for NaN, so that it is the largest."""
+    """Return a relative error, with NaN replaced by infinity so that it compares as the largest."""
     return math.inf if math.isnan(error) else error
 
 
 def largest_error(mine: NamedTensors, reference: NamedTensors) -> float:
-    """Return the largest error of any tensor, as `compute_relative_tensor_errors` has them."""
+    """Return the largest of the tensor errors that `compute_relative_tensor_errors` returned."""
     return max(compute_relative_tensor_errors(mine, reference).values(), default=0.0)
 
 
@@ -95,13 +95,13 @@ def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def list_held_tensor_slices(outcome: CaseOutcome) -> BoxesByName:
-    """Return the boxes of each tensor that this rank holds."""
+    """Return the slices of each tensor that this rank holds."""
     held = {**outcome.tensors, **{f"gradients/{name}": held for name, held in outcome.gradients.items()}}
     return {name: [(box.offset, tuple(box.tensor.shape)) for box in it.boxes] for name, it in held.items()}
 
 
 def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return tensors that all ranks together do not hold whole, and those that one process does not have."""
+    """Return the names of tensors that the ranks together do not hold completely, and of tensors that one process does not have."""
     held = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
     strange = []
     for rank in ranks:
@@ -138,16 +138,16 @@ class CaseVerdict:
 
     @property
     def largest_error(self) -> float:
-        """Largest relative error; infinity if the case failed."""
+        """Largest relative error of the tested layout; infinity if it did not run."""
         return math.inf if self.failure else max(self.errors.values(), default=0.0)
 
     def describe_problem(self, tolerance: float) -> str:
-        """Return the case and its errors above `tolerance`, missing tensors or failure; "" if there are none."""
+        """Return the tested layout and its errors above `tolerance`, missing tensors or failure as text; "" if there are none."""
         errors = self.describe_errors(tolerance)
         return f"{self.case}: {errors}" if errors else ""
 
     def describe_errors(self, tolerance: float) -> str:
-        """Return the errors above `tolerance`, the missing tensors or the failure; "" if there are none."""
+        """Return the tested layout's errors above `tolerance`, missing tensors or failure as text; "" if there are none."""
         wrong = [f"{kind} {error:.1e}" for kind, error in self.errors.items() if not error <= tolerance]
         wrong += [f"not covered: {name}" for name in self.missing[:3]]
         wrong += [self.failure] if self.failure else []

@@ -45,7 +45,7 @@ BatchFunction = Callable[[RunConfig, int, int, int, bool], StepBatch]
 
 @dataclass
 class CaseOutcome:
-    """Results of some steps: numbers by step, and tensors by canonical name as this rank's boxes.
+    """Results of training steps in a tested layout: losses and norms by step, and this rank's slices of each tensor.
 
     Attributes:
         losses, norms: of all steps, further losses included.
@@ -59,7 +59,7 @@ class CaseOutcome:
     tensors: NamedTensors = field(default_factory=dict)
 
     def tensors_by_kind(self) -> dict[str, NamedTensors]:
-        """Return the tensors as gradients, weights and moments."""
+        """Return the outcome's tensors grouped as gradients, weights and optimizer moments."""
         state = {name: held for name, held in self.tensors.items() if name.startswith("optimizer/")}
         weights = {name: held for name, held in self.tensors.items() if name not in state}
         return {"gradients": self.gradients, "weights": weights, "moments": state}
@@ -120,7 +120,7 @@ class CaseTrainer:
         return result
 
     def run(self, steps: int = STEPS) -> CaseOutcome:
-        """Train some steps and return their results."""
+        """Train the tested layout for some steps and return their results."""
         out = CaseOutcome()
         for number in range(steps):
             result = self.step()
@@ -179,7 +179,7 @@ def make_case_process_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
 
 
 class SingleProcessOutcomes:
-    """Results of each case in one process, computed once.
+    """Reference results of each tested layout's model in one process, computed once.
 
     Making the object is a collective call of all ranks, which share the work.
     """

@@ -78,7 +78,7 @@ class CoordinateCheck:
         return found | {"problem": self.problem}
 
     def list_rows(self) -> list[tuple[str, ...]]:
-        """Return the table: head, then a row for each activation with muP and without."""
+        """Return the coordinate check as table rows: a head, then each activation with muP and without."""
         rows = [("activation", "scaling", *(f"{width:,}" for width in self.widths), "exponent")]
         for name in self.names:
             for mup in (True, False):

@@ -83,7 +83,7 @@ class LayoutCase:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """Content of run.yaml.
+        """Content of the run.yaml that trains this case.
 
         AdamW's epsilon is large: a usual one magnifies a gradient that is zero except for rounding (a key bias without
         RoPE, on which no softmax depends) to the size of the others.
@@ -132,7 +132,7 @@ class LayoutCase:
 
     @property
     def single(self) -> LayoutCase:
-        """Same model and batches in one process and one micro-batch: the mathematics of a step is the same."""
+        """Reference case with the same model and batches in one process and one micro-batch."""
         micro = self.micro if self.rampup else self.batch
         return replace(self, ranks=1, parallel={}, recompute={}, offload={}, micro=micro, bucket=LARGE_BUCKET, debug={})
 
@@ -146,7 +146,7 @@ class LayoutCase:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """All degrees of the layout, with recomputation and optimizer."""
+        """All settings of the tested layout: parallel degrees, recomputation and optimizer."""
         usual = {
             "tp": 1,
             "sp": False,
@@ -185,17 +185,17 @@ class RunYamlLayoutCase(LayoutCase):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], ranks: int = 1) -> RunYamlLayoutCase:
-        """Return the case with these settings and no others."""
+        """Return the tested layout with these settings, and defaults for all others."""
         return cls("run", settings["model"], ranks, settings=settings)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """Content of run.yaml."""
+        """Content of the run.yaml that trains this case."""
         return dict(self.settings)
 
     @property
     def single(self) -> RunYamlLayoutCase:
-        """Same settings in one process."""
+        """Reference case with the same settings in one process."""
         return self.from_settings({name: value for name, value in self.settings.items() if name != "parallel"})
 
 

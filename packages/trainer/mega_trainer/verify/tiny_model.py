@@ -45,7 +45,7 @@ class TinyModelRun:
 
     @classmethod
     def from_run(cls, config: RunConfig) -> TinyModelRun:
-        """Reduce a run.
+        """Return a run reduced to a tiny model with the same kinds of layers.
 
         Raises:
             ConfigError: when its model is a module of the transformers library.

@@ -74,7 +74,7 @@ GenerationCheck = Callable[[LayoutCase], GenerationFindings | str]
 
 @dataclass(frozen=True)
 class VerifyCheckRow:
-    """Result of one check.
+    """Result of one check of `mega verify`.
 
     Attributes:
         check: "layout", "restore", "chunk size", "bf16", "kernel" or "generation".

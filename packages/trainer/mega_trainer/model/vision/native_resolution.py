@@ -264,7 +264,7 @@ class PatchMerger(nn.Module):
 
 
 class MergerProjector(PatchMerger):
-    """Patch merger of the last layer of a vision encoder, and with DeepStack one of each of L other layers."""
+    """Patch mergers of a vision encoder: one for its last layer and, with DeepStack, one for each of L other layers."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__(build)
