@@ -11,6 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 my_extension = runpy.run_path(str(HERE / "my_extension.py"))["my_extension"]
 
+
 @pytest.mark.parametrize(("answer", "reward"), [("", 0), ("Eel", 2 / 3), ("tree", 0.5)])
 def test_the_share_of_the_letter(answer: str, reward: float) -> None:
     assert my_extension("", answer, {"letter": "e"}) == reward
