@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.verify.failure_location import TensorDifference
     from mega_trainer.verify.verification import LayoutFailureReport, VerifyCheckRow
 
 EXAMPLES = """Examples:
@@ -198,16 +199,21 @@ def format_verify_summary(rows: Sequence[VerifyCheckRow], failure: LayoutFailure
         worst = max((row.error or 0.0 for row in layouts), default=0.0)
         return [f"{len(rows)} checks passed; {len(layouts)} layouts agree with one process, largest error {worst:.1e}"]
     lines = [f"{len(problems)} of {len(rows)} checks failed"]
+    lines += [
+        f"first difference of {row.check}: {_describe_difference(row.difference)}" for row in rows if row.difference
+    ]
     if failure is not None:
         lines += [f"smallest failing layout: {failure.layout} ({failure.ranks} rank(s)): {failure.problem}"]
-        found = failure.difference
-        if found is not None:
-            where = "" if found.layer is None else f"layer {found.layer}, "
-            lines += [f"first difference: {where}{found}"]
+        if failure.difference is not None:
+            lines += [f"first difference: {_describe_difference(failure.difference)}"]
         elif not failure.problem.count("ranks") and "(in " not in failure.problem:
             lines += ["the first step agrees; later steps differ"]
         lines += [f'again: mega verify {shlex.quote(str(run))} --only "{failure.layout}"']
     return lines
+
+
+def _describe_difference(found: TensorDifference) -> str:
+    return f"{found}" if found.layer is None else f"layer {found.layer}, {found}"
 
 
 def _write_json(

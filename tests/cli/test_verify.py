@@ -71,6 +71,10 @@ def test_a_failure_is_named_with_its_layout_layer_and_tensor(run: Path, monkeypa
         yield VerifyCheckRow(
             "generation", "generation against training", 1, skipped="an encoder does not generate text"
         )
+        forgetful = TensorDifference(
+            "activation", "model.layers.1.mlp", 1, (0, 5, 3), 0.5, 0.25, 1.0, (), "in training"
+        )
+        yield VerifyCheckRow("generation", "23 tokens", 1, 1.0, 1e-10, "log-probabilities 1.0", difference=forgetful)
 
     report = LayoutFailureReport("tp=2 micro=8", 2, "gradients 1.0e+00", difference)
     monkeypatch.setattr(Verification, "run_checks", run_checks)
@@ -83,6 +87,8 @@ def test_a_failure_is_named_with_its_layout_layer_and_tensor(run: Path, monkeypa
     assert "smallest failing layout: tp=2 micro=8 (2 rank(s)): gradients 1.0e+00" in words
     assert "layer 1, gradient model.layers.1.mlp.up_proj.weight at [2, 3]: 0.5, in one process 0.25" in words
     assert "skipped: an encoder does not generate text" in words
+    where = "layer 1, activation model.layers.1.mlp at [0, 5, 3]: 0.25, in training 0.5"
+    assert f"first difference of generation: {where}" in words
 
 
 @pytest.mark.parametrize(

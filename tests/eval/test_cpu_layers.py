@@ -20,7 +20,8 @@ PARTS = [(7, 0), (1, 0), (1, 4)]  # new tokens of two rows, step by step
 @torch.inference_mode()
 def outputs(model: Decoder, layers: LayerFunction) -> list[torch.Tensor]:
     """The stream behind the layers, step by step, with a cache of its own."""
-    cache, draw, found, done = PagedCache(model.config.cache_entries, 2, 2), np.random.default_rng(3), [], [0, 0]
+    count = model.config.num_layers + model.config.mtp_layers
+    cache, draw, found, done = PagedCache(count, 2, 2), np.random.default_rng(3), [], [0, 0]
     for counts in PARTS:
         spans, places, first = [], [], 0
         for row, count in enumerate(counts):

@@ -145,7 +145,7 @@ def test_a_state_is_no_larger_after_many_tokens_and_no_other_row_has_it():
     ]
     engine = engine_of(model, batch_size=2, cache_tokens=16 * PAGE, drafter=Guesses())
     found = run(engine, requests, every=2)
-    held = [state.shape for layer in engine._cache._held for state in layer]
+    held = [state.shape for layer in engine._cache._states.values() for state in layer]
     assert held == [(2, 3, 32), (2, 4, 3, 5), (2, 3, 32), (2, 4, 3, 5)]
     for number, request in enumerate(requests):
         (alone_,) = run(engine_of(model, batch_size=1), [request]).values()

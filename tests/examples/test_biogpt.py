@@ -52,6 +52,24 @@ def test_a_round_trip_gives_the_same_bytes(folder: Path) -> None:
         open_weight_source(folder)
 
 
+@pytest.mark.parametrize(
+    ("line", "broken", "words"),
+    [
+        ('        *weight_bias_rules(f"{BLOCK}.fc2", f"{LAYER}.mlp.down_proj"),\n', "", r"mlp\.down_proj"),
+        ('"k_proj": "k_proj"', '"k_proj": "q_proj"', r"self_attn\.[qk]_proj"),
+        ('"position_offset": 2', '"position_offset": 0', "embed_positions"),
+    ],
+    ids=["a tensor left out", "a tensor counted twice", "rows of a table"],
+)
+def test_a_wrong_declaration_is_named(line: str, broken: str, words: str, folder: Path, tmp_path: Path) -> None:
+    source = Path(FILE).read_text()
+    assert source.count(line) == 1
+    (tmp_path / "biogpt.py").write_text(source.replace(line, broken))
+    options = ConvertOptions(families=tuple(load_extensions([str(tmp_path / "biogpt.py")]).families))
+    with pytest.raises(CheckpointError, match=words):
+        convert_checkpoint(folder, tmp_path / "mega", "mega", options=options)
+
+
 def test_a_config_without_the_weights_is_written_and_read(folder: Path) -> None:
     (family,) = load_extensions([FILE]).families
     raw = json.loads((folder / "config.json").read_text())

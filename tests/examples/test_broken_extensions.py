@@ -53,6 +53,7 @@ def test_verification_names_the_layer_and_the_tensor(name: str, tmp_path: Path) 
 
 DEPTHS: dict[str, Any] = {"layers": ["attention+depths"] * 2, "feed_forwards": {"depths": {}}}
 DENSE: dict[str, Any] = {"layers": ["attention+mlp"] * 2}
+FUNCTIONS = {**DENSE, "norm": "mean_size", "activation": "relu_gate", "position": "neighbors"}
 Z_LOSS, SCHEDULE_FREE = {"objective": {"kind": "z_loss"}}, {"optimizer": {"name": "schedule_free_adamw"}}
 # File, model, further sections of run.yaml, line, what it becomes, layout, and the kind and name of the first tensor that differs.
 FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str, str, tuple[str, str]]] = {
@@ -99,6 +100,18 @@ FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str, str, tup
     "schedule-free: a state reset on its first element": (
         "schedule_free.py", DENSE, SCHEDULE_FREE, "        mean.lerp_(z, 1 / step)\n", "        mean.lerp_(z, 1 / step)\n        z[0] = 0\n",
         "dp=2 zero=1", ("update", "optimizer/z/model.layers.0.mlp.gate_proj.weight"),
+    ),
+    "norm: a mean over the tokens of this rank": (
+        "model_functions.py", FUNCTIONS, {}, "x.abs().mean(-1, keepdim=True)", "x.abs().mean(1, keepdim=True)",
+        "tp=2 sp=True", ("activation", "model.layers.0.attention"),
+    ),
+    "activation: a mean over the channels of this rank": (
+        "model_functions.py", FUNCTIONS, {}, "options.power) * up", "options.power) * (up - up.mean(-1, keepdim=True))",
+        "tp=2", ("activation", "model.layers.0.mlp"),
+    ),
+    "position encoding: tokens numbered from 0 on each rank": (
+        "model_functions.py", FUNCTIONS, {}, "angles = positions[..., None, None]", "angles = torch.arange(x.shape[1])[:, None, None]",
+        "cp=2", ("activation", "model.layers.0.attention"),
     ),
 }  # fmt: skip
 

@@ -7,10 +7,11 @@ space, G their groups, N state size, k kernel size of a convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import ConfigError
 from mega_common.layer_kinds import COMPRESSED_MIXERS, IndexerConfig
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
@@ -172,23 +173,38 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
     before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
-    return {
-        **(_norm(config, "input_layernorm") if mixer and before and (index or config.first_norm) else {}),
-        **{
-            name: shape
-            for name, shape in _mixer(config, mixer).items()
-            if config.has_own_keys or name[:12] not in _KEYS
-        },
-        **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
-        **(_cross_attention(config) if config.has_cross_attention(index) else {}),
-        **(_norm(config, mlp_norm) if before and config.has_norm_before_feed(feed) else {}),
-        **_feed(config, feed, hashed=config.is_hash_layer(index)),
-        **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
-        **(_layer_input_gate(config, config.per_layer_input_size) if config.per_layer_input_size else {}),
-        **({"layer_scalar": (1,)} if config.layer_scale else {}),
-        **(_hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {}),
-        **(_hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {}),
-    }
+    parts: list[TensorShapes] = [
+        _norm(config, "input_layernorm") if mixer and before and (index or config.first_norm) else {},
+        {name: shape for name, shape in _mixer(config, mixer).items() if config.has_own_keys or name[:12] not in _KEYS},
+        _norm(config, "post_attention_layernorm") if mixer and after else {},
+        _cross_attention(config) if config.has_cross_attention(index) else {},
+        _norm(config, mlp_norm) if before and config.has_norm_before_feed(feed) else {},
+        _feed(config, feed, hashed=config.is_hash_layer(index)),
+        _norm(config, "post_feedforward_layernorm") if feed and after else {},
+        _layer_input_gate(config, config.per_layer_input_size) if config.per_layer_input_size else {},
+        {"layer_scalar": (1,)} if config.layer_scale else {},
+        _hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {},
+        _hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {},
+    ]
+    return _join_tensors(parts, index)
+
+
+def _join_tensors(parts: Sequence[TensorShapes], layer: int) -> TensorShapes:
+    """Return the tensors of all parts of a layer.
+
+    Raises:
+        ConfigError: if two parts have a tensor of one name, as a mixer and a feed-forward block of extensions may.
+    """
+    found: TensorShapes = {}
+    for part in parts:
+        for name in part:
+            if name in found:
+                raise ConfigError(
+                    f"two tensors are named model.layers.{layer}.{name}",
+                    hint="let the names of an extension's block begin with model.layers.{layer}.NAME_OF_THE_BLOCK",
+                )
+        found |= part
+    return found
 
 
 def _hyper_connection(config: ModelConfig, prefix: str, *, head: bool = False) -> TensorShapes:

@@ -525,19 +525,15 @@ class ModelConfig(StrictConfig):
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
-    def cache_entries(self) -> int:
-        """Number of keys and values, or recurrent states, that generation caches: one for each layer, and for hybrid ones two."""
-        return (self.num_layers + self.mtp_layers) * (2 if self.hybrid else 1)
-
-    def recurrent_cache_entry(self, layer: int) -> int:
-        """Return the number in a cache of the recurrent state of a hybrid layer, whose own number is that of its attention."""
-        return self.num_layers + self.mtp_layers + layer
-
-    @property
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
-        added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} | added)
+        declared = [
+            *self._declared_mixers.items(),
+            *((name, feed.declares) for name, feed in self.feed_forwards.items()),
+        ]
+        added = {name for name, block in declared if block is not None and block.recurrent}
+        used = self._mixer_kinds | {kind.feed_forward for kind in self._named_layer_kinds}
+        return not used.isdisjoint({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -549,8 +545,13 @@ class ModelConfig(StrictConfig):
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        kinds = [LayerKind.parse(name, self.mixers, self.feed_forwards) for name in set(names)]
-        return {mixer for kind in kinds for mixer in kind.mixers} | rest
+        return {mixer for kind in self._named_layer_kinds for mixer in kind.mixers} | rest
+
+    @property
+    def _named_layer_kinds(self) -> list[LayerKind]:
+        """Kinds of layers that the pattern names."""
+        names = set(expand_layer_pattern(self.layers or []))
+        return [LayerKind.parse(name, self.mixers, self.feed_forwards) for name in names]
 
     @property
     def shared_head_counts(self) -> set[int]:

@@ -57,6 +57,7 @@ class InferenceEngine:
         adapters: selects the LoRA adapter of each row.
         attention: implementation of attention for rows with one new token (`mega_trainer.kernels.paged_attention`), where
             it supports the model; None: the fastest.
+        fused_cpu_layers: apply the layers by functions that are faster on a CPU; False: call the modules and their hooks.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class InferenceEngine:
         drafter: Drafter | Literal["mtp"] | None = None,
         adapters: PerRowAdapterSelection | None = None,
         attention: PagedAttentionName | None = None,
+        fused_cpu_layers: bool = True,
     ) -> None:
         if model.config.transformers is not None:
             raise ConfigError(
@@ -77,12 +79,13 @@ class InferenceEngine:
                 hint="use mega generate, or convert it (mega ckpt convert --to hf) and serve it with another server",
             )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or PerRowAdapterSelection([])
-        self._layers, self._batch_size, self._chunk = build_cpu_layer_function(model), batch_size, chunk_tokens
+        self._layers = build_cpu_layer_function(model) if fused_cpu_layers else model
+        self._batch_size, self._chunk = batch_size, chunk_tokens
         self._page_size = choose_page_size(model.config, model.device, model.dtype)
         # a larger page leaves part of each row's last page unused
         self._pages = PageAllocator(-(-cache_tokens // self._page_size) + (batch_size if self._page_size > PAGE else 0))
         self._cache = PagedCache(
-            model.config.cache_entries, self._pages.count, batch_size,
+            model.config.num_layers + model.config.mtp_layers, self._pages.count, batch_size,
             page_size=self._page_size, attention=attention,
         )  # fmt: skip
         self._free_states = list(range(batch_size))  # indices of recurrent states that no row uses

@@ -266,6 +266,7 @@ class PagedCache:
         self._slots, self._rows = pages * page_size, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._by_head = list(self._held)  # views of the same memory, in the layout of attention
+        self._states: dict[tuple[int, str], tuple[Tensor, ...]] = {}  # of recurrent layers, by layer and name
         self._spans: list[RequestTokenSpan] = []
         self._visible_runs: dict[tuple[int | None, bool], list[list[SlotRun]]] = {}
         self._paged_rows: dict[tuple[int | None, bool], VisiblePagedKeys] = {}
@@ -359,7 +360,7 @@ class PagedCache:
             y[span.tokens] = attend(q[span.tokens].transpose(0, 1), *span.cross_memory[layer], ALL).transpose(0, 1)
         return y
 
-    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
+    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction, name: str = "") -> Tensor:
         """Advance the recurrent states of a layer by a step and return its output.
         It follows the `KVCache` interface; `step` is the recurrence, and each of the N tokens is a batch row of its
         own: [N, 1, c].
@@ -374,10 +375,10 @@ class PagedCache:
             indices = to_device(torch.tensor([span.state_index for span in spans]), x.device)
             order += [token for span in spans for token in range(span.tokens.start, span.tokens.stop)]
             new = x[order[-count * len(spans) :]].view(len(spans), count, -1)
-            y, states = step(new, None if begins else [held[indices] for held in self._held[layer]])
-            if not self._held[layer]:
-                self._held[layer] = tuple(state.new_empty(self._rows, *state.shape[1:]) for state in states)
-            for held, state in zip(self._held[layer], states, strict=True):
+            y, states = step(new, None if begins else [held[indices] for held in self._states[layer, name]])
+            if (layer, name) not in self._states:
+                self._states[layer, name] = tuple(state.new_empty(self._rows, *state.shape[1:]) for state in states)
+            for held, state in zip(self._states[layer, name], states, strict=True):
                 held.index_copy_(0, indices, state)
             outputs.append(y.flatten(0, 1))
         joined = torch.cat(outputs)

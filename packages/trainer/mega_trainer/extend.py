@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from mega_trainer.model.layer_builder import LayerBuilder
     from mega_trainer.model.norms import Norm
     from mega_trainer.model.recurrent_mixer import RecurrentMixer, ShortConvolution
+    from mega_trainer.model.token_shift import TokenShift
     from mega_trainer.optim.elementwise import ElementwiseUpdate
     from mega_trainer.parallel.parameter_info import UniformInit
     from mega_trainer.parallel.recurrent_state import pass_recurrent_states
@@ -101,6 +102,7 @@ _PARTS = {
     "ShortConvolution": "mega_trainer.model.recurrent_mixer",
     "SplitHeads": "mega_trainer.parallel.tensor_parallel",
     "TensorRule": "mega_ckpt.families.disk_layouts",
+    "TokenShift": "mega_trainer.model.token_shift",
     "TrainingSample": "mega_data.kinds.dataset_kind",
     "UniformInit": "mega_trainer.parallel.parameter_info",
     "verify_run": "mega_trainer.verify.verification",
@@ -157,6 +159,7 @@ __all__ = [
     "SplitHeads",
     "StrictConfig",
     "TensorRule",
+    "TokenShift",
     "TrainingSample",
     "UniformInit",
     "build_text_samples",

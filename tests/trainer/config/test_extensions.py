@@ -79,6 +79,12 @@ def test_two_extensions_with_one_name(tmp_path: Path) -> None:
     assert load_extensions([files[0], files[0]]).versions == {"a": "1"}
 
 
+def test_a_mixer_and_a_feed_forward_block_have_different_names(tmp_path: Path) -> None:
+    text = "EXTENSION = Extension(name='a', version='1', api=1, mixers={'x': Block(print)}, feed_forwards={'x': Block(print)})"
+    with pytest.raises(ConfigError, match="'x' in feed_forwards is already used by a in mixers"):
+        load_extensions([write(tmp_path, text)])
+
+
 def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, "def share(done, *, options): return 0.5", "pack/parts.py")
     write(
@@ -165,6 +171,10 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
         (
             "self.a, self.b = (build.build_replicated(f'model.layers.{layer}.a', (2,)) for _ in range(2))",
             "two parameters are named model.layers.N.a",
+        ),
+        (
+            "self.w = build.build_row_linear(f'model.layers.{layer}.mlp.up_proj', 8, bias=False)",
+            "two tensors are named model",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import yaml
 from mega_common.errors import ConfigError
 from mega_trainer.experiments.sweep_config import NumberRange, SweepConfig, parse_setting_words, parse_swept_values
 from mega_trainer.experiments.sweep_page import format_trial_ranking_rows, render_sweep_page
-from mega_trainer.experiments.sweep_study import Sweep, SweepStudy, iterate_unfinished_trials
+from mega_trainer.experiments.sweep_study import Sweep, SweepStudy, TrialResult, iterate_unfinished_trials
 
 pytest.importorskip("optuna")
 BASE: dict[str, Any] = {
@@ -128,6 +128,21 @@ def test_trials_are_ranked_by_the_mean_over_seeds_and_read_again(tmp_path: Path)
     page = render_sweep_page("Sweep", given, results)
     assert "loss against optimizer.lr" in page
     assert "http" not in page
+
+
+def test_the_axis_of_a_range_is_as_its_values_are_drawn() -> None:
+    words = "optimizer.lr=1e-3..1e-1:log optimizer.weight_decay=0..0.2 model.tie_embeddings=true,false"
+    given = config(words, metric="loss", sampler="random", trials=2)
+    results = [
+        TrialResult(i, dict(zip(given.settings, values, strict=True)), "done", values=[1.0 + i])
+        for i, values in enumerate([(1e-3, 0.001, True), (1e-2, 0.1, False)])
+    ]
+    page = render_sweep_page("Sweep", given, results)
+    lr, decay = (page.split(f"loss against {key}<")[1].split("</svg>")[0] for key in list(given.settings)[:2])
+    assert ">5e-03<" in lr
+    assert ">0.04<" in decay
+    assert ">0.002<" not in decay
+    assert ">true<" in page
 
 
 def test_a_run_whose_last_checkpoint_is_missing_is_not_finished(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
 from mega_trainer.verify.tiny_model import TinyModelRun, shrink_count, shrink_model, shrink_shared_head_count
-from mega_trainer.verify.verification import choose_covering_layout_cases, parse_layout
+from mega_trainer.verify.verification import Verification, choose_covering_layout_cases, parse_layout
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").glob("*-*.yaml"))
 BASE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 50_000}
@@ -140,3 +140,15 @@ def test_few_layouts_have_tensor_ranks_without_sequence_parallelism(seed: int) -
     layouts = [case.layout for case in choose_covering_layout_cases(tiny_of({}), 3, 2, seed=seed)]
     assert any(layout["tp"] == 2 and not layout["sp"] for layout in layouts)
     assert any(layout["cp"] == 2 for layout in layouts)
+
+
+def test_checkpoints_are_restored_in_layouts_of_the_same_batch() -> None:
+    """Odd data ranks have another batch, with which the steps after a restore differ."""
+    tiny = tiny_of({})
+    verification = Verification(tiny, only="dp=2")
+    verification.cases = [parse_layout(tiny, text) for text in ("dp=2", "dp=3 batch=9", "tp=2", "tp=2 dp=3 batch=9")]
+    pairs = verification._restore_pairs
+    assert [(before.layout_text, after.layout_text) for before, after in pairs[1:]] == [
+        (verification.cases[i].layout_text, verification.cases[i + 2].layout_text) for i in (0, 1)
+    ]
+    assert all(before.batch == after.batch for before, after in pairs)

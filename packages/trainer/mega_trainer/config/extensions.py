@@ -130,7 +130,7 @@ def load_extensions(references: Iterable[str]) -> ExtensionRegistry:
             name, and for a kernel of an unknown operation.
     """
     found = [load_extension(reference) for reference in dict.fromkeys(references)]
-    owners: dict[tuple[str, str], str] = {(kind, name): "mega" for kind, names in BUILT_IN.items() for name in names}
+    owners = {(_find_namespace(kind), name): ("mega", kind) for kind, names in BUILT_IN.items() for name in names}
     for extension in found:
         for name, kernel in extension.kernels.items():
             if kernel.operation not in get_args(KernelOperation):
@@ -141,13 +141,19 @@ def load_extensions(references: Iterable[str]) -> ExtensionRegistry:
                 )
         for kind in BUILT_IN:
             for name in getattr(extension, kind):
-                owner = owners.setdefault((kind, name), extension.name)
-                if owner != extension.name:
+                owner = owners.setdefault((_find_namespace(kind), name), (extension.name, kind))
+                if owner != (extension.name, kind):
                     raise ConfigError(
-                        f"extension {extension.name}: the name {name!r} in {kind} is already used by {owner}",
+                        f"extension {extension.name}: the name {name!r} in {kind} is already used by {owner[0]}"
+                        + (f" in {owner[1]}" if owner[1] != kind else ""),
                         hint="rename it, or leave out one of the extensions",
                     )
     return ExtensionRegistry(found)
+
+
+def _find_namespace(kind: str) -> str:
+    """Return the kind of entries whose names must differ from those of `kind`; a layer's two blocks are one namespace."""
+    return "mixers" if kind == "feed_forwards" else kind
 
 
 def load_model_extensions(model: ModelConfig, references: Iterable[str], source: str) -> ExtensionRegistry:
@@ -176,7 +182,7 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
     are not valid is returned with empty declarations, so that its problems are reported as usual.
 
     Raises:
-        ConfigError: for options that the extension does not accept, or if it raises.
+        ConfigError: for options that the extension does not accept, if it raises, or if tensors of two blocks have one name.
     """
     out: dict[str, Any] = dict(model)
     chosen = {
@@ -199,10 +205,13 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
         out[kind] = {**out[kind], name: {**options, "declares": empty.model_dump(mode="json")}}
     if not chosen or list(find_config_problems(ModelConfig, out)):
         return out
+    from mega_ckpt.canonical_tensors import canonical_tensors  # imports torch
+
     config = ModelConfig.model_validate(out)
     for (kind, name), options in chosen.items():
         declared = _declare_block(config, registry, kind, name, options)
         out[kind] = {**out[kind], name: {**options, "declares": declared.model_dump(mode="json")}}
+    canonical_tensors(ModelConfig.model_validate(out))  # raises if two tensors have one name
     return out
 
 
@@ -244,7 +253,9 @@ def _declare_block(
                 f"extension {extension.name}: declares of {name} in model.{kind} returned {traits!r:.60}",
                 hint="return BlockTraits(...) from it",
             )
-        tensors = list_block_tensors(config, lambda build, layer: block.build(build, layer, options))
+        tensors = list_block_tensors(
+            config, lambda build, layer: block.build(build, layer, options), recurrent=traits.recurrent
+        )
     except ConfigError:
         raise
     except Exception as error:

@@ -131,12 +131,14 @@ class RunConfig(StrictConfig):
     @property
     def extension_sample_builders(self) -> dict[str, Callable[..., Any]]:
         """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
-        entries, options = self.registry.entries("data_kinds"), self.data.options
-        return {
-            name: partial(entry.build, options=entry.options.parse(options))
-            for name, entry in entries.items()
-            if name in self.data.dataset_kinds
-        }
+        from mega_data.kinds.extension_samples import ExtensionSampleBuilder  # imports numpy
+
+        found: dict[str, Callable[..., Any]] = {}
+        for name, entry in self.registry.entries("data_kinds").items():
+            if name in self.data.dataset_kinds:
+                title = f"extension {self.registry.find_extension('data_kinds', name).name}: {name} in data_kinds"
+                found[name] = ExtensionSampleBuilder(title, entry, entry.options.parse(self.data.options))
+        return found
 
     @property
     def checkpoint_root(self) -> Location:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mega_trainer.experiments.sweep_config import SweepConfig
+from mega_trainer.experiments.sweep_config import NumberRange, SweepConfig, parse_swept_values
 from mega_trainer.experiments.sweep_study import TrialResult
 from mega_trainer.pages.axis_scale import format_compact
 from mega_trainer.pages.page_elements import (
@@ -21,7 +21,7 @@ from mega_trainer.pages.page_elements import (
 from mega_trainer.pages.parallel_coordinates import CoordinateAxis, draw_parallel_coordinates
 
 MAX_CURVES = 10  # as many as there are colours
-LOG_RATIO = 20  # of the largest to the smallest value of a setting with a logarithmic axis
+LOG_RATIO = 20  # of the largest to the smallest value of a setting with listed values and a logarithmic axis
 
 
 def render_sweep_page(title: str, config: SweepConfig, results: Sequence[TrialResult]) -> str:
@@ -45,6 +45,8 @@ def render_sweep_page(title: str, config: SweepConfig, results: Sequence[TrialRe
 
 def format_setting(value: Any) -> str:
     """Return the value of a setting as short text."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -102,12 +104,23 @@ def _curves_section(config: SweepConfig, results: Sequence[TrialResult]) -> Page
 def _coordinates_section(config: SweepConfig, results: Sequence[TrialResult]) -> PageSection:
     """Return the section with one line for each trial through its settings and its metric."""
     finite = [result for result in results if math.isfinite(result.mean)]
-    axes = [CoordinateAxis(key, [_axis_value(result.settings[key]) for result in finite]) for key in config.settings]
+    axes = [
+        CoordinateAxis(key, [_axis_value(result.settings[key]) for result in finite], _find_log_ratio(config, key))
+        for key in config.settings
+    ]
     axes.append(CoordinateAxis(config.metric, [result.mean for result in finite]))
     items = [_describe_trial(config, result) for result in finite]
-    figure = draw_parallel_coordinates(f"Settings and {config.metric}", axes, items, log_from=LOG_RATIO)
+    figure = draw_parallel_coordinates(f"Settings and {config.metric}", axes, items)
     text = "One line for each trial; the best has another colour, and worse ones are fainter."
     return PageSection("Parallel coordinates", [figure], text, wide=True)
+
+
+def _find_log_ratio(config: SweepConfig, key: str) -> float:
+    """Return the ratio of values from which the axis of a setting is logarithmic: that of a range is as it was drawn."""
+    values = parse_swept_values(config.settings[key])
+    if isinstance(values, NumberRange):
+        return 1.0 if values.log else math.inf
+    return LOG_RATIO
 
 
 def _axis_value(value: Any) -> float | str:
@@ -147,5 +160,5 @@ def _draw_setting(config: SweepConfig, key: str, results: Sequence[TrialResult])
 
     return draw_scatter_figure(
         f"{config.metric} against {key}", points, x_name=key, y_name="",
-        write_x=format_compact if numeric else write_name, log_from=LOG_RATIO,
+        write_x=format_compact if numeric else write_name, log_from=_find_log_ratio(config, key),
     )  # fmt: skip

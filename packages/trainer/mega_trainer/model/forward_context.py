@@ -98,10 +98,10 @@ class KVCache(Protocol):
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
         """Attend from this call's queries [B, S, H, d] to the cached encoder keys and values: [B, S, H, d]."""
 
-    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
+    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction, name: str = "") -> Tensor:
         """Advance a layer's cached recurrent states by the next tokens, and return the outputs [B, S, e].
-        Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states, and store the new
-        states.
+        Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states of this name, and store the
+        new states.
         """
 
 

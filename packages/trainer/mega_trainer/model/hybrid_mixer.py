@@ -39,7 +39,6 @@ class HybridMixer(nn.Module):
         scaled = replace(build, config=config.model_copy(update={"attention_scale": scale}))
         self.attention = attention(scaled if hybrid.keys != 1 else build, layer)
         self.mamba = MambaMixer(build, layer)
-        self.mamba.recurrence.layer = config.recurrent_cache_entry(layer)
         z, dt, _ = self.mamba.widths
         recurrence = self.mamba.recurrence
         widths = [z, *(count * size for count, size in zip(recurrence.counts, recurrence.sizes, strict=True)), dt]

@@ -73,9 +73,10 @@ class TensorDifference:
         name: canonical name; of an activation, `model.layers.1.attention` for the output of a mixer.
         layer: number of the layer; None outside of layers.
         position: index of the element; of an activation [sample, token, channel].
-        expected, found: values of one process and of the layout.
+        expected, found: values of the reference and of the layout.
         error: largest difference relative to the largest element.
         others: further differing tensors of the same kind and layer.
+        reference: place of the expected value, for messages.
     """
 
     kind: str
@@ -86,11 +87,12 @@ class TensorDifference:
     found: float
     error: float
     others: tuple[str, ...] = ()
+    reference: str = "in one process"
 
     def __str__(self) -> str:
         where = f" at {list(self.position)}" if self.position else ""
         text = (
-            f"{self.kind} {self.name}{where}: {self.found:.12g}, in one process {self.expected:.12g}"
+            f"{self.kind} {self.name}{where}: {self.found:.12g}, {self.reference} {self.expected:.12g}"
             f" (relative error {self.error:.1e})"
         )
         return text + (f"; also {', '.join(self.others)}" if self.others else "")
@@ -197,7 +199,7 @@ def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = null
     ranks = run_ranks(record_first_step_tensors, case.ranks, plain, context)
     order = list(canonical_tensors(case.config.model))
     return (
-        _compare_activations(reference, ranks)
+        compare_activations(reference, ranks)
         or _compare_numbers("loss", reference.loss, [rank.loss for rank in ranks])
         or _compare_tensors("gradient", [rank.gradients for rank in ranks], reference.gradients, order)
         or _compare_numbers("gradient norm", reference.norm, [rank.norm for rank in ranks])
@@ -266,7 +268,8 @@ class _ActivationRecorder:
             slices.append(ActivationSlice(tuple(batch.samples), tokens, output.detach().clone()))
 
 
-def _compare_activations(reference: StepRecord, ranks: Sequence[StepRecord]) -> TensorDifference | None:
+def compare_activations(reference: StepRecord, ranks: Sequence[StepRecord]) -> TensorDifference | None:
+    """Return the first activation of some ranks, in the order of the forward pass, that differs from the reference."""
     for name, whole in reference.activations.items():
         if not whole:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -56,8 +57,19 @@ LAYOUT_KEYS = (
     "zero", "zero3_shard", "zero3_layers", "zero3_gather", "dp", "micro", "batch", "bucket", "recompute",
     "recompute_layers", "offload", "optimizer",
 )  # fmt: skip
-# Check of generation, which needs the inference engine: returns (error, description) or a sentence if it does not apply.
-GenerationCheck = Callable[[LayoutCase], "tuple[float, str] | str"]
+
+
+@dataclass(frozen=True)
+class GenerationFindings:
+    """Largest error of generated log-probabilities, a description, and the first activation that differs from training."""
+
+    error: float
+    name: str
+    difference: TensorDifference | None = None
+
+
+# Check of generation, which needs the inference engine: returns a sentence if it does not apply.
+GenerationCheck = Callable[[LayoutCase], GenerationFindings | str]
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class VerifyCheckRow:
         problem: what is wrong, or "".
         seconds: time that it took.
         skipped: reason why the check does not apply, or "".
+        difference: first activation of generation that differs from training.
     """
 
     check: str
@@ -82,6 +95,7 @@ class VerifyCheckRow:
     problem: str = ""
     seconds: float = 0.0
     skipped: str = ""
+    difference: TensorDifference | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -250,24 +264,34 @@ class Verification:
             yield VerifyCheckRow("kernel", names[done], 1, problem=describe_rank_error(error))
 
     def _compare_generation(self, check: GenerationCheck) -> VerifyCheckRow:
-        begin, case = time.monotonic(), replace(self._single_case, steps=1)
-        found = check(case)
+        begin, title = time.monotonic(), "generation against training"
+        try:
+            found = check(replace(self._single_case, steps=1))
+        except Exception:  # noqa: BLE001 whatever an extension raises is a failed check
+            problem = describe_rank_error(RankError(traceback.format_exc()))
+            return VerifyCheckRow("generation", title, 1, problem=problem)
         if isinstance(found, str):
-            return VerifyCheckRow("generation", "generation against training", 1, skipped=found)
-        error, name = found
-        problem = "" if error <= TOLERANCE else f"log-probabilities {error:.1e}"
-        return VerifyCheckRow("generation", name, 1, error, TOLERANCE, problem, time.monotonic() - begin)
+            return VerifyCheckRow("generation", title, 1, skipped=found)
+        problem = "" if found.error <= TOLERANCE else f"log-probabilities {found.error:.1e}"
+        seconds = time.monotonic() - begin
+        return VerifyCheckRow(
+            "generation", found.name, 1, found.error, TOLERANCE, problem, seconds, difference=found.difference
+        )
 
     @property
     def _restore_pairs(self) -> list[tuple[LayoutCase, LayoutCase]]:
-        """Pairs of layouts of the same model: saved in the first, restored in the second."""
+        """Pairs of layouts of the same model and batch: saved in the first, restored in the second."""
+
+        def trained(case: LayoutCase) -> tuple[Mapping[str, Any], int]:
+            return case.model, case.batch
+
         found = [
             (before, after)
-            for before, after in pairwise(sorted(self.cases, key=lambda case: case.model["num_layers"]))
-            if before.model == after.model
+            for before, after in pairwise(sorted(self.cases, key=lambda case: (case.model["num_layers"], case.batch)))
+            if trained(before) == trained(after)
         ]
         single = self._single_case
-        alike = next((case for case in self.cases if case.ranks > 1 and case.model == single.model), None)
+        alike = next((case for case in self.cases if case.ranks > 1 and trained(case) == trained(single)), None)
         return ([(replace(single, steps=STEPS), alike)] if alike else []) + found[: MOST_RESTORES - bool(alike)]
 
     def _check_restores(self) -> Iterator[VerifyCheckRow]:

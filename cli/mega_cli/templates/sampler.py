@@ -1,0 +1,35 @@
+"""Sampler `my_extension`: a penalty on repeated pairs of tokens. Change it to yours.
+
+Temperature, top-k, top-p and min-p are applied to its result. It depends on its arguments alone, so that a text is the same
+in any batch and with draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pydantic import Field
+from torch import Tensor
+
+from mega_trainer.extend import Extension, Sampler, StrictConfig
+
+
+class PairOptions(StrictConfig):
+    """Settings of `--sampler-option` and of `sampler_options` in a request."""
+
+    penalty: float = Field(2.0, ge=0, description="subtracted from the scores of tokens that make a pair again")
+
+
+def adjust(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, options: PairOptions) -> Tensor:
+    """Return the scores [V] of the next token, changed; -inf excludes a token."""
+    text = [*prompt, *generated]
+    seen = sorted({second for first, second in pairwise(text) if first == text[-1]})
+    scores = scores.clone()
+    scores[seen] -= options.penalty
+    return scores
+
+
+EXTENSION = Extension(
+    name="my-extension", version="0.1", api=1, samplers={"my_extension": Sampler(adjust, PairOptions)}
+)
