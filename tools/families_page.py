@@ -202,9 +202,10 @@ def current_table() -> list[str]:
     rows = list(current_models())
     count = sum(support.startswith("natively") for _, _, support, _ in rows)
     text = sum(support.startswith("its text") for _, _, support, _ in rows)
+    more = f", and the text model of {text} more." if text else "."
     return [
         "## Current open models", "",
-        f"`mega` takes {count} of {len(rows)} natively, and the text model of {text} more. Parameters are those of a published size whose",
+        f"`mega` takes {count} of {len(rows)} natively{more} Parameters are those of a published size whose",
         "config.json, written down from memory or from the hub, is read and counted in `tests/ckpt/test_hub_configs.py`.", "",
         "| model | `model_type` | how `mega` takes it | parameters |", "|---|---|---|---|",
         *(f"| {name} | `{model_type}` | {support} | {size} |" for name, model_type, support, size in rows), "",

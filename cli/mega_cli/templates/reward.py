@@ -1,7 +1,7 @@
 """Reward `my_extension`: the share of a letter in an answer. Change it to yours.
 
 `objective.rewards` of run.yaml names the function; `record` is a line of prompts.jsonl. It runs in a process of its own. An
-error, or an answer that is no finite number, is a reward of 0 with a warning.
+error, or an answer that is not a finite number, is a reward of 0 with a warning.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _PROJECTION = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
 )
-# Projections of compressed attention that are no plain linear layers of one input and output.
+# Projections of compressed attention that are not plain linear layers of one input and output.
 _UNADAPTED = ("compressor.kv_proj.weight", "compressor.gate_proj.weight", ".o_a_proj.weight")
 _STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<part>gate|up)_proj")
 

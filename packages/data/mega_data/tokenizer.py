@@ -96,7 +96,7 @@ class Tokenizer:
         self.path = _find_tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
-        except BaseException as error:  # the library raises nothing narrower, and panics of Rust are no Exception
+        except BaseException as error:  # the library raises nothing narrower, and panics of Rust are not Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise DataError(

@@ -164,7 +164,7 @@ class InferenceEngine:
         """Load the LoRA adapter in `folder`, of the model at `base`, which requests then select by `name`.
 
         Raises:
-            CheckpointError: when it is no adapter of the model, or cannot stay separate from its weights.
+            CheckpointError: when it is not an adapter of the model, or cannot stay separate from its weights.
             ConfigError: when the engine drafts with MTP layers, which adapters do not change.
         """
         if isinstance(self._drafter, MtpDrafter):

@@ -106,7 +106,7 @@ def match_adam_moments_to_names(
         orders: candidates for the order of the names, by group; the first one whose group sizes match is used.
 
     Raises:
-        CheckpointError: when `optimizer` is no state dict of an optimizer.
+        CheckpointError: when `optimizer` is not a state dict of an optimizer.
     """
     with convert_parse_errors(f"{path}: not a state dict of a torch optimizer"):
         groups, state = optimizer["param_groups"], optimizer["state"]

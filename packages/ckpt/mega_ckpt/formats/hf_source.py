@@ -236,7 +236,7 @@ def load_hf_config(
     `families` come from extensions.
 
     Raises:
-        CheckpointError: when it is no JSON mapping, or describes an unsupported model.
+        CheckpointError: when it is not a JSON mapping, or describes an unsupported model.
     """
     raw = read_json_mapping(path) if raw is None else raw
     family = detect_model_family(raw, str(path), families)

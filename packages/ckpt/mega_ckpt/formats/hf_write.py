@@ -91,7 +91,7 @@ class OriginalHfFolder:
         """Return the content of the JSON file `name` of the original HuggingFace folder; empty if the file is missing.
 
         Raises:
-            CheckpointError: when the file is no mapping.
+            CheckpointError: when the file is not a mapping.
         """
         content = _read_content(self.others.get(name))
         return {} if content is None else decode_json_mapping(content, name)

@@ -69,7 +69,7 @@ class _PeftOptions(StrictConfig):
     use_dora: bool | None = None
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield keys of `alpha_pattern` that are no regular expressions."""
+        """Yield keys of `alpha_pattern` that are not regular expressions."""
         for pattern in self.alpha_pattern or {}:
             try:
                 re.compile(pattern)

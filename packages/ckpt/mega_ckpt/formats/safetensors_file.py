@@ -58,7 +58,7 @@ class SafetensorsHeader:
         """Parse and check the JSON text of a safetensors header; `path` is for error messages.
 
         Raises:
-            CheckpointError: when it is no JSON of this format, or the tensors overlap, leave gaps or have a size that
+            CheckpointError: when it is not JSON of this format, or the tensors overlap, leave gaps or have a size that
                 conflicts with their shape.
         """
         try:

@@ -198,7 +198,7 @@ def storage_dtype(marker: PickledObjectPlaceholder) -> torch.dtype:
     """Return the element dtype of the torch storage class that a pickle names, such as FloatStorage.
 
     Raises:
-        KeyError: when it is no storage class.
+        KeyError: when it is not a storage class.
     """
     return _STORAGES[marker.name.rpartition(".")[2]]
 
@@ -240,7 +240,7 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
     The state dict is {name: tensor}, such as `pytorch_model.bin`.
 
     Raises:
-        CheckpointError: when the file is damaged, is no state dict, or has a function or class that is not allowed.
+        CheckpointError: when the file is damaged, is not a state dict, or has a function or class that is not allowed.
     """
     try:
         state = load_torch_archive(path) if zipfile.is_zipfile(path) else _load_legacy_file(path)

@@ -124,7 +124,7 @@ class ModelService:
         """Load a LoRA adapter between two steps of the engine, for requests that name it as their model.
 
         Raises:
-            CheckpointError: when it is no adapter of the model.
+            CheckpointError: when it is not an adapter of the model.
             ConfigError: when the engine cannot load adapters.
         """
         # a new key each time, since the cache shares keys and values of one key

@@ -71,7 +71,7 @@ class ServedModels:
 
         Raises:
             ApiRequestError: when clients may not load adapters, the name is taken, or the folder is outside.
-            CheckpointError: when it is no adapter of the model.
+            CheckpointError: when it is not an adapter of the model.
         """
         folder = self._check_allowed()
         if body.lora_name in (*self.list_model_names(), *self._loading):

@@ -160,7 +160,7 @@ def parse_kimi_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
 def _stream_named_call(
     text: StreamingTextReader, name: str, tools: Tools, raw: str, call_id: str | None = None
 ) -> Deltas:
-    """Yield a call whose arguments follow as JSON, or `raw`, the text before them, as content if `name` is no tool."""
+    """Yield a call whose arguments follow as JSON, or `raw`, the text before them, as content if `name` is not a tool."""
     if name in tools and text.unread.startswith("{"):
         yield ParsedAnswerDelta("call", name, call_id)
         yield from text.stream_json()

@@ -2,7 +2,7 @@
 
     S[t] = exp(d[t] A) * S[t-1] + d[t] x[t] B[t]^T        y[t] = S[t] C[t]        (* is elementwise)
 
-Unlike Mamba-2's, tokens of a chunk do not reach each other by one number per head, so the scan is no GEMM: the tokens of a
+Unlike Mamba-2's, tokens of a chunk do not reach each other by one number per head, so the scan is not a GEMM: the tokens of a
 chunk are computed one after the other, and all chunks at once. A first pass finds what each chunk adds to the state before it,
 `parallel.recurrent_state` passes the states on, and a second pass computes the outputs. The backward computes the states
 again, so that the forward saves none of them within chunks.

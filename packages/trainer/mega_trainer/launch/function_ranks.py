@@ -174,7 +174,7 @@ def _run_rank(
         answer = pickle.dumps((None, _END if stream else [*result] if isinstance(result, Iterator) else result))
         if dist.is_initialized():
             dist.barrier()  # a rank that ends early would close its connections to the others
-    except BaseException as error:  # noqa: BLE001 - DCP's error is no Exception
+    except BaseException as error:  # noqa: BLE001 - DCP's error is not an Exception
         answer = _pickle_failure(error)
     pipe.send_bytes(answer)
     if dist.is_initialized():

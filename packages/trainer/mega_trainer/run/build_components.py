@@ -222,7 +222,7 @@ def choose_graphed_layers(config: RunConfig, device: torch.device) -> list[int]:
     """Return the numbers of the layers that are to be CUDA graphs on this device; log why there are none, if asked for.
 
     Raises:
-        ConfigError: when `cuda_graphs` is `layers` and the device is no GPU.
+        ConfigError: when `cuda_graphs` is `layers` and the device is not a GPU.
     """
     if config.cuda_graphs == "off":
         return []
