@@ -83,6 +83,10 @@ def scaling_command(
             "log N and log D have the correlation %.3f, so their terms cannot be separated; add runs of one size with "
             "different lengths", fit.collinearity,
         )  # fmt: skip
+    if names := fit.law.undetermined_exponents:
+        logger.warning(
+            "the runs do not determine %s, which is at a bound of the fit; do not use its optimum", " and ".join(names)
+        )
     worst = max((abs(each.relative_error) for each in fit.held_out), default=0.0)
     if worst > MAX_HELD_OUT_ERROR:
         logger.warning("the law predicts the largest runs with an error of %.0f %%; do not extrapolate it", 100 * worst)

@@ -77,6 +77,12 @@ def test_the_optimum_of_published_coefficients() -> None:
     assert EPOCH.find_compute_optimal_size(5.76e23)[0] == pytest.approx(70e9, rel=0.1)
 
 
+def test_an_exponent_at_a_bound_is_not_determined() -> None:
+    points = [ScalingLawPoint("", n, d, 1 + 100 / d**0.4) for n in (1e6, 2e6, 4e6) for d in (1e8, 3e8, 9e8)]
+    assert fit_scaling_law(points).undetermined_exponents == ["alpha"]
+    assert ScalingLaw(1.7, 400.0, 410.0, 0.34, 0.28).undetermined_exponents == []
+
+
 def test_the_largest_runs_are_held_out() -> None:
     """A law that bends at large compute is noticed."""
     points = trained(HOFFMANN, 0.0)

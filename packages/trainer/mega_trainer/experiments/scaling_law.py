@@ -62,6 +62,11 @@ class ScalingLaw:
         """Return the loss of a model of this number of parameters after this number of tokens."""
         return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
 
+    @property
+    def undetermined_exponents(self) -> list[str]:
+        """Names of the exponents at a bound of the fit, 0 or `MAX_EXPONENT`, which the points do not determine."""
+        return [name for name in ("alpha", "beta") if not 0 < getattr(self, name) < MAX_EXPONENT]
+
     def find_compute_optimal_size(self, flops: float) -> tuple[float, float]:
         """Return the parameters and tokens of lowest loss with 6 N D = `flops`; infinite or 0 if an exponent is 0."""
         product = flops / FLOPS_PER_PARAMETER
@@ -279,7 +284,7 @@ def read_scaling_point_of_run(log: RunLog, metric: str, count: ParameterCount) -
     config = RunConfig.parse(resolve_run_config(log.settings), source=str(log.folder / "run.yaml"))
     loss = log.mean_of_last_steps(metric)
     if loss is None:
-        raise ConfigError(f"{log.folder} has not logged {metric}", hint="choose another --metric")
+        raise ConfigError(f"{log.folder} has not logged {metric}", hint="choose another --metric, such as loss")
     counts = count_parameters_by_layer(config.model)
     parameters = {
         "active": counts.active_parameters, "total": counts.total,
