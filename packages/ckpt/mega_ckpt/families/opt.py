@@ -124,7 +124,5 @@ BIOGPT = ModelFamily(
         FixedFieldsEntry({**_POSITIONS, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     ),
     rules=(*_fairseq_rules("biogpt", "layer_norm"), TensorRule("output_projection.weight", ("lm_head.weight",))),
-    carried=frozenset(
-        {"layerdrop", "activation_dropout", "classifier_dropout", "layer_norm_eps"}
-    ),  # its norms have torch's default epsilon
+    carried=frozenset({"layerdrop", "activation_dropout", "classifier_dropout", "layer_norm_eps"}),  # its norms have torch's default epsilon
 )
