@@ -26,7 +26,7 @@ MOST_RANKS = 16_384  # largest job that a budget is searched for
 WORDS = {
     "micro": "batch.micro", "offloaded_layers": "offload.activations", "recompute": "recompute.kind", "precision": "precision",
     **{name: f"parallel.{name}" for name in ("tp", "sp", "pp", "virtual_stages", "schedule", "cp", "cp_kind", "ep", "expert_tp",
-                                             "dp", "zero", "zero3_shard")},
+                                             "dp", "zero", "zero3_shard", "zero3_gather")},
 }  # fmt: skip
 
 
