@@ -113,7 +113,7 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
 
 
 def measured_of(layout: str, tried: Sequence[Mapping[str, Any]]) -> str:
-    """What the sweep measured of a layout, beside its best."""
+    """The speed that the sweep measured of a layout, relative to its fastest."""
     found = max((each["rate"] for each in tried if each["layout"] == layout), default=None)
     if found is None:
         return "not tried"
