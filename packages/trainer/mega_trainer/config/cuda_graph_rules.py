@@ -44,6 +44,7 @@ def list_unmet_graph_needs(config: RunConfig) -> list[str]:
         "a decoder of mega's own layers, without vision": model.transformers is None
         and not (model.has_encoder or model.retro or model.vision or config.extensions),
         "layers that share rotary angles alone: no position bias, shared keys, sparse attention or chunks": not any(other_states),
+        "a residual stream of one width, without model.hyper_connections or moe.shortcut": model.stream_width == model.hidden_size,
         "layers of attention and MLP": bool(list_graphed_layers(config)),
     }  # fmt: skip
     return [need for need, holds in needs.items() if not holds]
