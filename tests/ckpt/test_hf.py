@@ -302,7 +302,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),
     "shard longer": (lambda f: shard(f).open("ab").write(b"x"), "too long"),
     "shard empty": (lambda f: shard(f).write_bytes(b""), r"truncated, or not a safetensors file \(0 bytes\)"),
-    "shard is text": (lambda f: shard(f).write_text("version https://git-lfs.github.com/spec/v1\n" * 3), "truncated, or not"),
+    "shard is text": (lambda f: shard(f).write_text("version https://git-lfs.github.com/spec/v1\n" * 3), "is a Git LFS pointer, not the file"),
     "index outside": (index_says("../other/model.safetensors"), "'../other/model.safetensors' must be the plain name"),
     "index absolute": (index_says("/etc/x.safetensors"), "must be the plain name of a safetensors file"),
     "index of a pickle": (index_says("pytorch_model.bin"), "must be the plain name of a safetensors file"),
