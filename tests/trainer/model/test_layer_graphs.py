@@ -136,6 +136,7 @@ def test_a_capture_within_a_step_is_put_off() -> None:
         ({"data": {"reset_attention_mask": True}}, "requires data.reset_attention_mask = false"),
         ({"model": {"residual_dropout": 0.1}}, "requires a model without dropout"),
         ({"model": {"position": "alibi"}}, "requires layers that share rotary angles alone"),
+        ({"model": {"hyper_connections": {"streams": 2}}}, "requires a residual stream of one width"),
     ],
 )
 def test_what_rules_graphs_out_is_named(found: dict[str, Any], needs: str) -> None:
