@@ -63,7 +63,7 @@ class LayerPairsEntry:
 
 @dataclass(frozen=True)
 class FirstOfPairEntry:
-    """`MoeLayersEntry` for experts in the first layer of each pair, without a key in config.json."""
+    """Mapping for families with experts in the first layer of each pair, for which config.json has no key."""
 
     handled_config_keys: frozenset[str] = frozenset()
 

@@ -107,7 +107,7 @@ class GraphedLayer(nn.Module):
 
 
 def graph_layers(layers: nn.ModuleList, chosen: Sequence[int]) -> None:
-    """Replace the `chosen` of some layers, given by their places, by ones that are CUDA graphs."""
+    """Replace the `chosen` of some layers, given by their indices, by ones that are CUDA graphs."""
     graphs = LayerGraphs()
     for index in chosen:
         layers[index] = GraphedLayer(layers[index], graphs)

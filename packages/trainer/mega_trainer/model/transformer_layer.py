@@ -230,13 +230,13 @@ class ShortcutLayer(TransformerLayer):
         """
         x, deferred = x[..., : self.width].contiguous(), x[..., self.width :]
         if not self.defers:
-            y = super().forward(x, context)
-            return y + deferred if deferred.shape[-1] else y
+            x = super().forward(x, context)
+            return x + deferred if deferred.shape[-1] else x
         assert self.mixer is not None
         assert self.feed is not None
         x, normed = self.mixer.add_and_norm(x)
         x, normed = self.feed.add_and_norm(x, self.mixer(normed, context))
-        y = self.feed(normed, context)
+        y: Tensor = self.feed(normed, context)
         return F.pad(x, (0, self.width)) + y
 
 
