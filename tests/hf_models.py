@@ -317,11 +317,6 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm_moe_dsa": (
         "glm_moe_dsa", {**_DEEPSEEK, "first_k_dense_replace": 0, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 16},
     ),
-    "biogpt": ("biogpt", {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}),
-    "biogpt-untied-plain": (
-        "biogpt", {**{key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}, "scale_embedding": False,
-                   "tie_word_embeddings": False, "hidden_act": "relu"},
-    ),
     "longcat_flash": ("longcat_flash", _LONGCAT),
     "longcat_flash-bias-tied-yarn": (
         "longcat_flash", {**_LONGCAT, "attention_bias": True, "tie_word_embeddings": True, "zero_expert_num": 6, "moe_topk": 5,

@@ -113,7 +113,7 @@ from mega_ckpt.families.moe_decoders import (
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.olmo_hybrid import OLMO_HYBRID
-from mega_ckpt.families.opt import BIOGPT, OPT
+from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mega_ckpt.families.sigmoid_moe_decoders import (
@@ -157,7 +157,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     DEEPSEEK_V32, DEEPSEEK_V4, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
     COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
-    OLMO_HYBRID, LONGCAT_FLASH, BIOGPT,
+    OLMO_HYBRID, LONGCAT_FLASH,
 )  # fmt: skip
 
 MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (*VISION_MODULE_FAMILIES, *GLM_VISION_FAMILIES, KIMI_K25)

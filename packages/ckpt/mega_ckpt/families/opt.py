@@ -1,6 +1,4 @@
-"""OPT (arXiv:2205.01068): a decoder with ReLU, layer norms, biases, and learned positions with an offset of 2.
-BioGPT (doi:10.1093/bib/bbac409) has GELU, and embeddings times sqrt(hidden_size).
-"""
+"""OPT (arXiv:2205.01068): a decoder with ReLU, layer norms, biases, and learned positions with an offset of 2."""
 
 from __future__ import annotations
 
@@ -8,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
-    GELUS,
-    SIZES,
     AllowedValuesEntry,
     ConfigDict,
     ConfigMismatchError,
     FixedFieldsEntry,
     KeyEntry,
     MultiHeadEntry,
-    exclude_entries_of_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -51,29 +46,8 @@ class OptSizesEntry:
         return {"enable_bias": model.mlp_bias, "word_embed_proj_dim": model.hidden_size}
 
 
+_OPT = "model.decoder.layers.{i}"
 _OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
-_POSITIONS = {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False}
-
-
-def _fairseq_rules(body: str, norm: str) -> tuple[TensorRule, ...]:
-    """Return the tensor rules of fairseq's decoder `body` whose final norm is called `norm`."""
-    disk = f"{body}.layers.{{i}}"
-    return (
-        TensorRule(f"{body}.embed_tokens.weight", ("model.embed_tokens.weight",)),
-        TensorRule(f"{body}.embed_positions.weight", ("model.embed_positions.weight",)),
-        *(
-            rule
-            for x in "qkv"
-            for rule in weight_bias_rules(f"{disk}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")
-        ),
-        *weight_bias_rules(f"{disk}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{disk}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{disk}.fc1", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{disk}.fc2", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules(f"{disk}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{body}.{norm}", "model.norm"),
-    )
-
 
 OPT = ModelFamily(
     name="opt",
@@ -101,30 +75,24 @@ OPT = ModelFamily(
                 "layer_norm_elementwise_affine": (True,),
             }
         ),
-        FixedFieldsEntry(_POSITIONS),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False}
+        ),
     ),
-    rules=_fairseq_rules("model.decoder", "final_layer_norm"),
+    rules=(
+        TensorRule("model.decoder.embed_tokens.weight", ("model.embed_tokens.weight",)),
+        TensorRule("model.decoder.embed_positions.weight", ("model.embed_positions.weight",)),
+        *(
+            rule
+            for x in "qkv"
+            for rule in weight_bias_rules(f"{_OPT}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")
+        ),
+        *weight_bias_rules(f"{_OPT}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_OPT}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_OPT}.fc1", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_OPT}.fc2", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{_OPT}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules("model.decoder.final_layer_norm", "model.norm"),
+    ),
     carried=frozenset({"layerdrop", "activation_dropout"}),
-)
-
-BIOGPT = ModelFamily(
-    name="biogpt",
-    architecture="BioGptForCausalLM",
-    prefix="biogpt.",
-    head="output_projection.weight",
-    entries=(
-        *exclude_entries_of_fields(SIZES, "attention_dropout"),
-        KeyEntry("hidden_act", "activation", "gelu", GELUS | {"relu": "relu"}),
-        KeyEntry("hidden_dropout_prob", "embedding_dropout residual_dropout", 0.1),
-        KeyEntry("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        KeyEntry("scale_embedding", "scale_embeddings", True),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        MultiHeadEntry(),
-        UniformWindowEntry(supports_windows=False),
-        FixedFieldsEntry({**_POSITIONS, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}),
-    ),
-    rules=(*_fairseq_rules("biogpt", "layer_norm"), TensorRule("output_projection.weight", ("lm_head.weight",))),
-    carried=frozenset(
-        {"layerdrop", "activation_dropout", "classifier_dropout", "layer_norm_eps"}
-    ),  # its norms have torch's default epsilon
 )
