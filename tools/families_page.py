@@ -205,8 +205,8 @@ def current_table() -> list[str]:
     more = f", and the text model of {text} more." if text else "."
     return [
         "## Current open models", "",
-        f"`mega` takes {count} of {len(rows)} natively{more} Parameters are those of a published size whose",
-        "config.json, written down from memory or from the hub, is read and counted in `tests/ckpt/test_hub_configs.py`.", "",
+        f"`mega` takes {count} of {len(rows)} natively{more} Parameters are those of a published size, without",
+        "a vision encoder, whose config.json, written down from memory or from the hub, is read and counted in `tests/ckpt/test_hub_configs.py`.", "",
         "| model | `model_type` | how `mega` takes it | parameters |", "|---|---|---|---|",
         *(f"| {name} | `{model_type}` | {support} | {size} |" for name, model_type, support, size in rows), "",
     ]  # fmt: skip
