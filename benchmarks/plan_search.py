@@ -11,8 +11,8 @@ many the planner says to fit, as they did: a source that leaves recomputation op
 SWEEP.csv is nanotron's table of all layouts that it tried (bench_final2_mfu2.csv of the repository gkarfakis19/Rapid-LLM,
 folder validation_scripts/huggingface_data): for each model and number of GPUs with at least five measured layouts, the place of
 the one with most tokens per second in the predicted order, and how many layouts are rightly said to fit or to run out of memory.
-Nothing was fitted on it but the search's margin for memory, on 14 runs of the same trainer. With it the rows of its models also have
-what the sweep measured of the layout that the search puts first.
+Only the search's margin for memory is from published figures of this trainer and others. With SWEEP.csv the rows of its models also have
+the speed that the sweep measured for the layout that the search puts first.
 
 With --times instead how long searches of large models take, on one core.
 """
@@ -113,7 +113,7 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
 
 
 def measured_of(layout: str, tried: Sequence[Mapping[str, Any]]) -> str:
-    """What the sweep measured of a layout, beside its best."""
+    """The speed that the sweep measured of a layout, relative to its fastest."""
     found = max((each["rate"] for each in tried if each["layout"] == layout), default=None)
     if found is None:
         return "not tried"

@@ -81,7 +81,7 @@ def _check_name(kind: ExtensionTemplate, name: str) -> None:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or iskeyword(name):
         raise ConfigError(
-            f"NAME must be lower-case letters, digits and _, and no word of Python, found {name!r}",
+            f"NAME must be lower-case letters, digits and _, and not a keyword of Python, found {name!r}",
             hint="e.g. my_mixer",
         )
     if name in sys.stdlib_module_names or find_spec(name) is not None:

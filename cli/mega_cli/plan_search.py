@@ -26,7 +26,7 @@ MOST_RANKS = 16_384  # largest job that a budget is searched for
 WORDS = {
     "micro": "batch.micro", "offloaded_layers": "offload.activations", "recompute": "recompute.kind", "precision": "precision",
     **{name: f"parallel.{name}" for name in ("tp", "sp", "pp", "virtual_stages", "schedule", "cp", "cp_kind", "ep", "expert_tp",
-                                             "dp", "zero", "zero3_shard")},
+                                             "dp", "zero", "zero3_shard", "zero3_gather")},
 }  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def _explain_layout(
     """Return a row about a layout that a user names: why it is not the best one."""
     from mega_trainer.plan.layout_search import explain_layout_time, plan_layout
     from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
+    from mega_trainer.plan.other_trainers import SEARCH_MARGIN
 
     settings = parse_layout(why)
     try:
@@ -125,12 +126,19 @@ def _explain_layout(
         return {"why": why, "settings": settings, "reason": f"is not a layout that {like.name} is known to run"}
     layout = plan_layout(config, settings, ranks, machine, like=like)
     assert layout is not None
-    fits = layout.memory <= machine.usable_memory_bytes
-    short = f"does not fit: {layout.memory / 2**30:.1f} of {machine.usable_memory_bytes / 2**30:.1f} GiB; "
+    usable = machine.usable_memory_bytes
+    fits = layout.memory <= usable
+    memory = f"{layout.memory / 2**30:.1f} of {usable / 2**30:.1f} GiB; "
+    if not fits:
+        cause = f"does not fit: {memory}"
+    elif like is not None and SEARCH_MARGIN * layout.memory > usable:
+        cause = f"is within the margin of memory that a search with --like keeps, {SEARCH_MARGIN - 1:.1%}: {memory}"
+    else:
+        cause = ""
     return {
         "why": why, "settings": settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory, "fits": fits,
         "slower": layout.time.seconds / best.time.seconds - 1,
-        "reason": ("" if fits else short) + explain_layout_time(layout, best),
+        "reason": cause + explain_layout_time(layout, best),
     }  # fmt: skip
 
 

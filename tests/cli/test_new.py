@@ -91,7 +91,7 @@ def test_a_package_in_another_folder(folder: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("own_mixer", "own_mixer already exists"), ("Own-Mixer", "lower-case letters"), ("class", "no word of Python"),
+        ("own_mixer", "own_mixer already exists"), ("Own-Mixer", "lower-case letters"), ("class", "not a keyword of Python"),
         ("json", "is the name of an installed module"), ("torch", "is the name of an installed module"),
         ("adamw", "is a name of mega"),
     ],

@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
 from mega_cli.main import main
+from mega_trainer.plan import other_trainers
 
 RUN = {
     "model": {"preset": "llama3-8b"},
@@ -65,6 +67,10 @@ def test_a_search_like_another_trainer_has_only_its_layouts(tmp_path: Path, caps
         assert "optimizer.offload" not in settings
         assert not settings["offload.activations"]
     assert why["reason"] == "is not a layout that nanotron is known to run"
+    with mock.patch.object(other_trainers, "SEARCH_MARGIN", 1e6):
+        *_, why = json.loads(run_plan(tmp_path, capsys, *options[:-2], "tp 2", "--json")[1])
+    assert why["fits"]
+    assert why["reason"].startswith("is within the margin of memory that a search with --like keeps")
     status, _, err = run_plan(tmp_path, capsys, "--like", "nanotron", "--html", str(tmp_path / "plan.html"))
     assert status == 2
     assert "--html is not supported with --like" in err

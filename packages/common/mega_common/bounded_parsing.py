@@ -254,6 +254,16 @@ def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None 
         raise error_type(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
 
 
+def refuse_lfs_pointer(path: object, head: bytes, error_type: type[MegaError]) -> None:
+    """Raise an error if the beginning `head` of a file is that of a Git LFS pointer.
+
+    Raises:
+        MegaError: of type `error_type`.
+    """
+    if head.startswith(GIT_LFS_POINTER):
+        raise error_type(f"{path}: is a Git LFS pointer, not the file itself", hint="fetch it: git lfs pull")
+
+
 def parse_json_text(text: str | bytes) -> Any:
     """Return the value of a JSON document.
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mega_common.atomic_files import compute_file_sha256, open_atomic_file, write_json_atomically
-from mega_common.bounded_parsing import describe_json_type, read_json_file
+from mega_common.bounded_parsing import describe_json_type, read_json_file, refuse_lfs_pointer
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.extension_tokenizer import ExtensionBackend, TokenizerReference
@@ -99,6 +99,8 @@ class Tokenizer:
         except BaseException as error:  # the library raises nothing narrower, and panics of Rust are not Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
+            with contextlib.suppress(OSError), open(self.path, "rb") as file:
+                refuse_lfs_pointer(self.path, file.read(64), DataError)
             raise DataError(
                 f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
                 hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",

@@ -58,6 +58,10 @@ def test_samples_are_those_of_the_extension() -> None:
             lambda part, context, num_samples: Numbers(4),
             r"raised TypeError: .*unexpected keyword argument 'options' \(",
         ),
+        (
+            lambda part, context, num_samples, *, options: Numbers(cast(Any, None)),
+            r"raised TypeError: .* \(test_extension_samples.py, line",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(function: Callable[..., Any], words: str) -> None:

@@ -92,5 +92,16 @@ def test_what_changes_the_order_is_told(settings: Settings) -> None:
     assert not any("order" in line for line in resumed(settings, optimizer={"weight_decay": 0.3}))
 
 
+def test_an_optimizer_with_other_state_is_refused(settings: Settings) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.name = lion conflicts with that of the resumed checkpoint there, adamw"
+    ):
+        resumed(settings, optimizer={"name": "lion"}, checkpoint={"allow_changes": True})
+    assert "optimizer.name: 'adamw' -> 'adamw8bit'" in resumed(settings, optimizer={"name": "adamw8bit"})
+    converted = {"settings": {"model": settings()["model"]}, "consumed_samples": 320}
+    lion = RunConfig.parse(settings(**_joined({"optimizer": {"name": "lion"}})))
+    assert check_resume_settings(converted, 80, lion, "a converted one") == []
+
+
 def test_a_finished_run_is_refused_nothing(settings: Settings) -> None:
     assert resumed(settings, train={"steps": 40}) == ["train.steps: 100 -> 40"]

@@ -22,7 +22,7 @@ from mega_ckpt.resumable_folder import FinishedFile
 from mega_ckpt.shard_files import HashingFileWriter, tensor_bytes
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_common.bounded_parsing import GIT_LFS_POINTER, parse_json_text
+from mega_common.bounded_parsing import parse_json_text, refuse_lfs_pointer
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 
@@ -138,10 +138,7 @@ class SafetensorsFile:
             size = file.file_size()
             length = struct.unpack("<Q", tensor_bytes(file.read_range(0, 8)))[0] if size >= 8 else _LONGEST_HEADER
             if length > min(_LONGEST_HEADER, size - 8):
-                if bytes(tensor_bytes(file.read_range(0, min(size, 64)))).startswith(GIT_LFS_POINTER):
-                    raise CheckpointError(
-                        f"{path}: is a Git LFS pointer, not the file itself", hint="fetch it: git lfs pull"
-                    )
+                refuse_lfs_pointer(path, bytes(tensor_bytes(file.read_range(0, min(size, 64)))), CheckpointError)
                 raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
             header = SafetensorsHeader.parse_header(bytes(tensor_bytes(file.read_range(8, 8 + length))), path)
         except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +35,29 @@ class ExtensionSampleBuilder:
         Raises:
             ConfigError: if the extension raises, or returns an object that lacks a member of `DatasetSamples`.
         """
-        try:
+        package = str(getattr(self.entry.build, "__module__", "")).partition(".")[0]
+        with name_extension_in_errors(self.title, package):
             samples = self.entry.build(part, context, num_samples, options=self.options)
-        except MegaError:
-            raise
-        except Exception as error:
-            where = locate_error(error, str(getattr(self.entry.build, "__module__", "")).partition(".")[0])
-            raise ConfigError(
-                f"{self.title} raised {type(error).__name__}: {error} {where}", hint="correct the extension"
-            ) from error
         if missing := [member for member in MEMBERS if not hasattr(samples, member)]:
             raise ConfigError(
                 f"{self.title} returned {type(samples).__name__}, which has no {', '.join(missing)}",
                 hint="docs/extensions.md lists the members of samples",
             )
-        return CheckedSamples(self.title, samples, context.config.seq_length)
+        return CheckedSamples(self.title, package, samples, context.config.seq_length)
+
+
+@contextmanager
+def name_extension_in_errors(title: str, package: str) -> Iterator[None]:
+    """Convert errors of an extension's code to a `ConfigError` with its `title` and the place in its `package`."""
+    try:
+        yield
+    except MegaError:
+        raise
+    except Exception as error:
+        where = locate_error(error, package)
+        raise ConfigError(
+            f"{title} raised {type(error).__name__}: {error} {where}", hint="correct the extension"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class CheckedSamples:
     """Samples of an extension, whose arrays have as many elements as `data.seq_length` says."""
 
     title: str
+    package: str
     samples: DatasetSamples[Any]
     length: int
 
@@ -70,10 +81,12 @@ class CheckedSamples:
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
         """Return the approximate number of attended token pairs of each sample in `numbers`."""
-        return self.samples.estimate_attention_work(numbers)
+        with name_extension_in_errors(self.title, self.package):
+            return self.samples.estimate_attention_work(numbers)
 
     def __getitem__(self, k: int, /) -> Any:
-        sample = self.samples[k]
+        with name_extension_in_errors(self.title, self.package):
+            sample = self.samples[k]
         for name in ARRAYS if isinstance(sample, TrainingSample) else ():
             array = getattr(sample, name)
             if array is not None and np.shape(array) != (self.length,):

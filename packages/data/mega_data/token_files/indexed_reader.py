@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mega_common.bounded_parsing import GIT_LFS_POINTER
+from mega_common.bounded_parsing import refuse_lfs_pointer
 from mega_common.errors import DataError
 from mega_data.token_files.remote_copies import resolve_local_prefix
 
@@ -297,8 +297,7 @@ class IndexedReader:
         size = self._idx.stat().st_size
         with open(self._idx, "rb") as stream:
             head = stream.read(HEADER.size)
-        if head.startswith(GIT_LFS_POINTER):
-            raise DataError(f"{self._idx}: is a Git LFS pointer, not the file itself", hint="fetch it: git lfs pull")
+        refuse_lfs_pointer(self._idx, head, DataError)
         if not head.startswith(MAGIC):
             raise DataError(f"{self._idx}: is not an index of token files: it begins with {head[:9]!r}, not {MAGIC!r}")
         if len(head) < HEADER.size:

@@ -43,8 +43,8 @@ def list_unmet_graph_needs(config: RunConfig) -> list[str]:
         "training without lora": config.lora is None,
         "a decoder of mega's own layers, without vision": model.transformers is None
         and not (model.has_encoder or model.retro or model.vision or config.extensions),
-        "a residual stream of one width, without hyper_connections and moe.shortcut": model.stream_width == model.hidden_size,
         "layers that share rotary angles alone: no position bias, shared keys, sparse attention or chunks": not any(other_states),
+        "a residual stream of one width, without model.hyper_connections or moe.shortcut": model.stream_width == model.hidden_size,
         "layers of attention and MLP": bool(list_graphed_layers(config)),
     }  # fmt: skip
     return [need for need, holds in needs.items() if not holds]

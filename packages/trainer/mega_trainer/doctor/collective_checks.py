@@ -90,6 +90,6 @@ def _expected_seconds(links: Interconnect, size: int, stride: int, total: int) -
 
 
 def _slowest_rank(seconds: float, world: CommGroup) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)  # on the host: gloo reduces it, beside NCCL
+    slowest = torch.tensor([seconds], dtype=torch.float64)  # on the host, where gloo reduces it
     all_reduce(slowest, world, "max")
     return slowest.item()

@@ -178,9 +178,9 @@ def check_checkpoint_save_and_load(folder: Path, device: str, ranks: RankInfo) -
 
 
 def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return run.yaml of a run of the small model, with `sections` merged into it."""
+    """Return run.yaml of a short run, with `sections` such as the model merged into it."""
     base: dict[str, Any] = {
-        "model": SMALL_MODEL, "data": {"train": str(folder / "tokens"), "seq_length": 64, "split": [1, 0, 0]},
+        "data": {"train": str(folder / "tokens"), "seq_length": 64, "split": [1, 0, 0]},
         "batch": {"micro": 1, "global": 4 * ranks}, "train": {"steps": PLAN_STEPS}, "optimizer": {"lr": 1e-3},
         "precision": "fp64", "compile": False, "checkpoint": {"save": False}, "log": {"tensorboard": False, "every": 1},
         "device": device, "output": str(folder / name),
@@ -188,7 +188,7 @@ def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mappi
     merged = {
         key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()
     }
-    return {**base, **merged, "model": sections["model"]}
+    return {**base, **merged}
 
 
 def _read_metrics(raw: Mapping[str, Any]) -> list[dict[str, Any]]:

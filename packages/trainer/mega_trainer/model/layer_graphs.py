@@ -43,13 +43,13 @@ class LayerGraphs:
     """
 
     layers: list[GraphedLayer] = field(default_factory=list)
-    _static: ForwardContext | None = None  # what the graphs read
-    _loaded: ForwardContext | None = None  # whose values it has
+    _static: ForwardContext | None = None  # read by the graphs
+    _loaded: ForwardContext | None = None  # copied to `_static`
     _shape: torch.Size | None = None
     _calls: dict[GraphedLayer, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def prepare_replay(self, x: Tensor, context: ForwardContext) -> bool:
-        """Return whether the graphs compute a layer for this input, and let them have the values of the context.
+        """Return whether the graphs compute a layer for this input, and copy the values of the context to their addresses.
         The first call captures them.
         """
         if not (torch.is_grad_enabled() and has_static_shapes(context)):
@@ -106,10 +106,10 @@ class GraphedLayer(nn.Module):
         return y
 
 
-def graph_layers(layers: nn.ModuleList, chosen: Sequence[int]) -> None:
-    """Replace the `chosen` of some layers, given by their indices, by ones that are CUDA graphs."""
+def graph_layers(layers: nn.ModuleList, indices: Sequence[int]) -> None:
+    """Replace the layers with these indices by layers that are CUDA graphs."""
     graphs = LayerGraphs()
-    for index in chosen:
+    for index in indices:
         layers[index] = GraphedLayer(layers[index], graphs)
 
 
@@ -164,7 +164,7 @@ def _context_shapes(context: ForwardContext) -> list[object]:
 
 
 def _take_main_grads(parameters: Sequence[nn.Parameter]) -> tuple[GradViews, list[Tensor]]:
-    """Return the main gradients to which a backward is to add, and those among them that have values of an earlier step."""
+    """Return the main gradients to which a backward adds, and those of them that still have the values of an earlier step."""
     views, fresh = {}, []
     for parameter in parameters:
         view, add = parameter.main_grad()  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def _set_to_zero(tensors: list[Tensor]) -> None:
 
 @contextmanager
 def _added_main_grads(views: GradViews) -> Iterator[None]:
-    """Let backwards add to main gradients without asking the buckets, as a graph does.
+    """Context in which backwards add to main gradients without a call of the buckets, as in a graph.
 
     The hooks of the buckets keep the parameters' nodes, which would run on the stream on which they were made.
     """

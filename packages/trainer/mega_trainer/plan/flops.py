@@ -141,7 +141,7 @@ def _parameter_group(name: str) -> str:
         "whole"
         if re.search(
             r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_"
-            r"|^self_attn\.(kv_proj|compressor|indexer\.(kv|gate|position|weights))",
+            r"|^self_attn\.(kv_proj|compressor|indexer\.(kv|wk|gate|position|weights))",
             name,
         )
         else "split"

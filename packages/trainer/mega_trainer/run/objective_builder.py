@@ -223,7 +223,8 @@ def _load_frozen_model(
     config: RunConfig, groups: ParallelGroups, device: torch.device, path: str, kind: type[Decoder] | None = None
 ) -> PipelineExecutor:
     """Load a model for inference in the run's layout."""
-    plain = config.model_copy(update={"lora": None, "train": config.train.model_copy(update={"freeze": []})})
+    trained = config.train.model_copy(update={"freeze": []})
+    plain = config.model_copy(update={"lora": None, "cuda_graphs": "off", "train": trained})
     leaves, schedule = (
         FusibleFunctionCompiler(compiled=should_compile(config.compile, device)),
         build_schedule(plain, groups),
