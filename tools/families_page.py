@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from mega_ckpt.families import FAMILIES, VISION_FAMILIES
-from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
+from mega_ckpt.families import FAMILIES, MODULE_FAMILIES, VISION_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -39,14 +39,14 @@ MODELS = {
 REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(audio_config|sampling_rate|codec_|num_codebooks|max_source_positions)", "sound"),
     (r"key:(vision_config|vq_config|vision_feature_layer|image_token_id)", "a vision encoder or projector of its own"),
-    (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer"),
+    (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer in a block of another form"),
     (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections in a block of another form"),
     (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
     (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
-    (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
+    (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions in a block of another form"),
     (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba in a layer of another form"),
     (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
-    (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention"),
+    (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention in a block of another form"),
     (r"key:(altup_|laurel_)", "several residual streams (AltUp), residuals of low rank (Laurel) and sparse activations"),
     (r"key:hidden_size_per_layer_input", "embeddings in every layer in a block of another form"),
     (r"module:.*(Differential|DiffAttn)|key:lambda_std_dev", "differential attention"),
@@ -169,7 +169,7 @@ CONFIGS = Path(__file__).parent.parent / "tests" / "ckpt" / "data" / "hub_config
 def describe_support(model_type: str) -> str:
     """Return how mega takes a model type: natively, its text model alone, as a module of transformers, or not."""
     native = {name for family in FAMILIES for name in (family.name, *family.aliases)}
-    if model_type in {family.name for family in VISION_MODULE_FAMILIES}:
+    if model_type in {family.name for family in MODULE_FAMILIES}:
         return "natively, with the vision encoder of transformers"
     if model_type in native | {family.name for family in VISION_FAMILIES}:
         return "natively"
@@ -205,8 +205,8 @@ def current_table() -> list[str]:
     more = f", and the text model of {text} more." if text else "."
     return [
         "## Current open models", "",
-        f"`mega` takes {count} of {len(rows)} natively{more} Parameters are those of a published size whose",
-        "config.json, written down from memory or from the hub, is read and counted in `tests/ckpt/test_hub_configs.py`.", "",
+        f"`mega` takes {count} of {len(rows)} natively{more} Parameters are those of a published size, without",
+        "a vision encoder, whose config.json, written down from memory or from the hub, is read and counted in `tests/ckpt/test_hub_configs.py`.", "",
         "| model | `model_type` | how `mega` takes it | parameters |", "|---|---|---|---|",
         *(f"| {name} | `{model_type}` | {support} | {size} |" for name, model_type, support, size in rows), "",
     ]  # fmt: skip

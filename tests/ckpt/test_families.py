@@ -446,6 +446,14 @@ def test_unknown_model_type_names_the_nearest_one() -> None:
         detect_model_family({"hidden_size": 3})
 
 
+def test_a_number_of_layers_of_another_type_is_named_once() -> None:
+    raw = {"model_type": "deepseek_v4", "num_hidden_layers": "4"}
+    with pytest.raises(CheckpointError) as caught:
+        detect_model_family(raw).read_config_json(raw)
+    assert str(caught.value).count("num_hidden_layers = '4' must be a whole number") == 1
+    assert ": : " not in str(caught.value)
+
+
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 GEMMA_LIKE = {
     "norm_position": "both", "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu",

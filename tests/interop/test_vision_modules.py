@@ -187,6 +187,18 @@ def test_kimi_as_transformers_saves_it_and_settings_that_it_does_not_follow(tmp_
             family.read_config_json({**raw, "vision_config": {**raw["vision_config"], key: value}})
 
 
+@pytest.mark.parametrize("kind", ["aya_vision", "gemma4:together"])
+def test_attention_among_placeholders_is_that_of_config_json(kind: str) -> None:
+    raw: dict[str, Any] = {"model_type": kind.partition(":")[0], **CASES[kind][0]}
+    family = detect_model_family(raw)
+    model = family.read_config_json(raw)
+    assert model.vision is not None
+    assert not family.unsupported_settings(model)
+    other = model.vision.model_copy(update={"bidirectional": not model.vision.bidirectional})
+    (problem,) = family.unsupported_settings(model.model_copy(update={"vision": other}))
+    assert "as in vision.module.config" in problem
+
+
 def test_what_cannot_be_followed_is_named(tmp_path: Path) -> None:
     config: dict[str, Any] = {"model_type": "aya_vision", **CASES["aya_vision"][0]}
     dropout = {**config, "vision_config": {**config["vision_config"], "attention_dropout": 0.1}}

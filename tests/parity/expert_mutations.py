@@ -486,13 +486,13 @@ def _entries_without_sync() -> AbstractContextManager[Any]:
 
 def _entries_before_their_end() -> AbstractContextManager[Any]:
     """Queries of context rank 1 see an entry a token before its window has ended."""
-    real = compressed_attention.TokenPlaces.see_entries
+    real = compressed_attention.SequenceTokens.mask_entries
 
     def see(self: Any, part: range, windows: Any, count: int) -> Tensor:
         early = int(torch.distributed.get_rank() == 1 and len(self.queries) > 1)
         return real(self, part, replace(windows, size=windows.size - early), count)
 
-    return swap(compressed_attention.TokenPlaces, "see_entries", see)
+    return swap(compressed_attention.SequenceTokens, "mask_entries", see)
 
 
 def _experts_of_the_token_before() -> AbstractContextManager[Any]:

@@ -314,10 +314,16 @@ def _find_compressed_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if section.indexer is not None:
         yield from _find_entry_indexer_problems(model, section.indexer)
     names = ("mtp_layers", "encoder", "retro", "vision", "mla", "sliding_window", "attention_dropout", "attention_softcap", "qk_norm", "qkv_bias",
-             "attention_out_bias", "attention_gate", "no_rope_layers", "full_attention", "qkv_clip", "task_head", "score")  # fmt: skip
+             "attention_out_bias", "attention_gate", "no_rope_layers", "full_attention", "full_attention_layers", "qkv_clip", "task_head", "score",
+             "value_head_dim", "value_norm", "keys_are_values", "softplus_gate", "attention_scores")  # fmt: skip
     for name in names:
         if getattr(model, name):
             yield ConfigProblem(name, "is not supported with compressed", hint=f"leave out {name}")
+    if model.num_kv_heads not in (None, 1):
+        rule = "must be 1 with compressed, whose heads share one key"
+        yield ConfigProblem("num_kv_heads", rule, model.num_kv_heads, "num_kv_heads: 1")
+    if model.value_scale != 1:
+        yield ConfigProblem("value_scale", "is not supported with compressed", model.value_scale, "value_scale: 1")
     if not model.causal or model.position != "rope" or model.norm != "rmsnorm" or model.zero_centered_norm:
         rule = "requires causal attention, position: rope and norm: rmsnorm, not zero-centered"
         yield ConfigProblem("compressed", rule, hint="leave out compressed")

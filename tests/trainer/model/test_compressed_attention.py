@@ -13,7 +13,7 @@ from mega_ckpt.canonical_tensors import count_model_parameters
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import DocumentBounds
-from mega_trainer.model.compressed_attention import CompressedAttention, TokenPlaces
+from mega_trainer.model.compressed_attention import CompressedAttention, SequenceTokens
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.expert_router import ExpertRouter, sqrt_softplus
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -66,10 +66,10 @@ def test_packed_documents_are_computed_as_alone(chunk: int) -> None:
 
 def test_windows_of_documents_begin_with_them_and_are_seen_when_they_have_ended() -> None:
     starts = torch.tensor([[0, 0, 0, 0, 0, 5, 5, 5, 8, 8]])
-    places = TokenPlaces([range(10)], starts, torch.arange(10)[None])
-    windows = places.windows_of(2)
+    sequence = SequenceTokens([range(10)], starts, torch.arange(10)[None])
+    windows = sequence.windows_of(2)
     assert windows.begin[windows.whole].tolist() == [0, 2, 5, 8]
-    seen = places.see_entries(range(10), windows, 4)[0]
+    seen = sequence.mask_entries(range(10), windows, 4)[0]
     assert [row.nonzero().flatten().tolist() for row in seen] == [[], [0], [0], [0, 1], [0, 1], [], [2], [2], [], [3]]
 
 
@@ -143,3 +143,18 @@ def test_scores_of_very_unlikely_experts_have_finite_gradients() -> None:
 def test_settings_that_conflict_are_named(changes: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found.replace(".", r"\.").replace("(", r"\(")):
         ModelConfig.parse({**FIELDS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_kv_heads", 2),
+        ("value_head_dim", 4),
+        ("value_scale", 0.5),
+        ("value_norm", True),
+        ("full_attention_layers", [0]),
+    ],
+)
+def test_settings_of_other_attention_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*: .*with compressed"):
+        ModelConfig.parse({**FIELDS, name: value})

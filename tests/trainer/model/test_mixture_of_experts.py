@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
@@ -113,3 +115,26 @@ def test_no_token_that_matters() -> None:
     assert (y == 0).all()
     y.sum().backward()
     assert all(parameter.grad is not None and (parameter.grad == 0).all() for parameter in it.parameters())
+
+
+def test_a_layer_far_from_experts_takes_the_stream_of_a_pipeline_stage() -> None:
+    """Between stages the stream is as wide as hidden states and deferred output; a layer may begin a stage and have neither."""
+    made = config(
+        num_layers=4, moe={"layers": [1], "shared_ffn_hidden_size": 10, "shortcut": True}, ffn_hidden_size=10,
+    )  # fmt: skip
+    model = Decoder(LayerBuilder(made, dtype=torch.float64)).eval().requires_grad_(False)
+    initialize_weights(model, 1)
+    positions = torch.arange(3)[None]
+    x, context = torch.randn(1, 3, D, dtype=torch.float64), model.make_forward_context(positions)
+    for layer in (0, 3):
+        torch.testing.assert_close(
+            model.layers[layer](model.fit_stream(x), context), model.layers[layer](x, context), rtol=0, atol=0
+        )
+
+
+def test_a_table_of_experts_may_name_experts_that_return_their_input() -> None:
+    made = config(moe={"top_k": 6, "zero_experts": 2, "hash_layers": [0]})
+    table = ExpertRouter(LayerBuilder(made), 0).hash_table
+    assert table is not None
+    assert {len(set(row)) for row in table.values.tolist()} == {6}
+    assert table.values.max() >= E

@@ -76,6 +76,14 @@ def test_layers_of_each_kind_are_repeated_with_their_windows_and_rotations() -> 
     assert (model.mamba and model.mamba.num_heads, model.mamba and model.mamba.num_groups) == (8, 2)
 
 
+@pytest.mark.parametrize("experts", [[0, 2], [1, 4]])
+def test_experts_whose_output_is_added_after_the_next_layer_stay_before_one_without(experts: list[int]) -> None:
+    moe = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40, "shortcut": True}
+    model = tiny_of({"num_layers": 6, "moe": {**moe, "layers": experts}}).model_fields(3)
+    assert (model["num_layers"], model["moe"]["layers"]) == (4, [0, 2])
+    ModelConfig.parse(model)
+
+
 def test_features_of_several_vision_layers_become_those_of_the_first() -> None:
     config = case("vision", 1, variant=VARIANTS["vision"][5]).config.model
     assert config.vision is not None

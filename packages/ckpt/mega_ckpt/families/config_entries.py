@@ -70,7 +70,7 @@ def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
             keys = sorted(entry.handled_config_keys & raw.keys())
             problems.append(f"{', '.join(keys)}: a value has the wrong type, or is out of range")
-    return fields, problems
+    return fields, list(dict.fromkeys(problems))
 
 
 class FieldEntry(Protocol):
@@ -342,9 +342,11 @@ def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
     The `num_hidden_layers` in `raw`, a config.json, are followed by `mtp_layers` MTP layers.
 
     Raises:
-        ConfigMismatchError: when there are more than `MOST_LAYERS`.
+        ConfigMismatchError: when there are more than `MOST_LAYERS`, or it is not a whole number.
     """
     layers = raw.get("num_hidden_layers", 0)
+    if not isinstance(layers, int):
+        raise ConfigMismatchError(f"num_hidden_layers = {layers!r:.40} must be a whole number")
     if layers + mtp_layers > MOST_LAYERS:
         raise ConfigMismatchError(f"num_hidden_layers = {layers + mtp_layers} must be at most {MOST_LAYERS}")
     return range(layers + mtp_layers)

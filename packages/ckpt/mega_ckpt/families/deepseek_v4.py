@@ -100,7 +100,7 @@ def _read_layer_kinds(raw: ConfigDict) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SectionKeysEntry:
+class HyperConnectionsEntry:
     """Translation to and from config.json of hyper-connections, which all models of the family have."""
 
     handled_config_keys: frozenset[str] = frozenset(_STREAMS)
@@ -120,7 +120,7 @@ class SectionKeysEntry:
 @dataclass(frozen=True)
 class HashLayersEntry:
     """Translation to and from config.json of the layers whose experts are chosen by token id; all layers have experts.
-    It is the `MoeLayersEntry` of the family, and reads `moe.hash_layers` besides.
+    It writes `moe.hash_layers`, which `HashTableEntry` reads.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"mlp_layer_types", "num_hash_layers"})
@@ -240,7 +240,7 @@ DEEPSEEK_V4 = ModelFamily(
             RopeEntry(fraction=64 / 512, partial=True, interleaved=True, scalings=frozenset({"none"})),
         ),
         CompressedAttentionEntry(),
-        SectionKeysEntry(),
+        HyperConnectionsEntry(),
         MoeSectionEntry(
             (
                 KeyEntry("n_routed_experts num_local_experts", "num_experts", 256),

@@ -84,6 +84,6 @@ GLM_VISION_FAMILIES = (
     _family("glm4v", "Glm4v", GLM4V_TEXT),
     _family("glm4v_moe", "Glm4vMoe", GLM4V_MOE_TEXT),
     _family("glm46v", "Glm46V", GLM4V_TEXT, _STACKED_TEXT),
-    replace(_family("glmga", "Glm46V", GLM4V_TEXT, _STACKED_TEXT), name="glmga"),
+    _family("glmga", "Glm46V", GLM4V_TEXT, _STACKED_TEXT),
     _family("glm_ocr", "GlmOcr", GLM_OCR_TEXT),
 )

@@ -43,7 +43,7 @@ class LayerPairsEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `num_layers`, twice the number of pairs.
-        Raises ConfigMismatchError if the number of layers is given, too, and is another one.
+        Raises ConfigMismatchError if `num_hidden_layers` is given and is another number.
         """
         pairs = raw.get("num_layers", 28)
         if not 0 < pairs <= MOST_LAYERS // 2:
@@ -63,7 +63,7 @@ class LayerPairsEntry:
 
 @dataclass(frozen=True)
 class FirstOfPairEntry:
-    """`MoeLayersEntry` for experts in the first layer of each pair, without a key in config.json."""
+    """Mapping for families with experts in the first layer of each pair, for which config.json has no key."""
 
     handled_config_keys: frozenset[str] = frozenset()
 
@@ -82,10 +82,10 @@ class FirstOfPairEntry:
 
 @dataclass(frozen=True)
 class ScaledLatentAttentionEntry(LatentAttentionEntry):
-    """Translation to and from config.json of latent attention with factors on both latents; `head_dim` is written, too."""
+    """Translation to and from config.json of latent attention with factors on both latents; also writes `head_dim`."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `mla`; raises ConfigMismatchError as that of DeepSeek."""
+        """Return the `ModelConfig` section `mla`; raises ConfigMismatchError as for DeepSeek."""
         (mla,) = super().fields_from_config(raw).values()
         return {"mla": {**mla, "scaled_latents": True}}
 

@@ -122,7 +122,15 @@ class VisionModuleFamily(VisionLanguageFamily):
             return ["vision.module is missing"]
         if model.vision.module.model_type != self.name:
             return [f"vision.module is of model_type {model.vision.module.model_type}"]
+        together = self.has_bidirectional_images(model.vision.module.config)
+        if model.vision.bidirectional != together or model.vision.bidirectional_windows != together:
+            value = str(together).lower()
+            return [f"vision.bidirectional and bidirectional_windows must be {value}, as in vision.module.config"]
         return [] if self.text is None else self.text.unsupported_settings(text_only_config(model))
+
+    def has_bidirectional_images(self, raw: ConfigDict) -> bool:
+        """Return whether placeholders of an image attend to each other in decoder layers with a sliding window."""
+        return False
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
         """Return the content of config.json for `model`: that of its vision module with the text model's settings."""
@@ -165,8 +173,8 @@ class Gemma4VisionFamily(OptionalVisionFamily):
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
         Placeholders have the per-layer inputs of the padding token.
         """
-        model, inner = super().read_config_json(raw, source), self.text_config_of(raw)
-        padding, together = inner.get("pad_token_id"), inner.get("use_bidirectional_attention") == "vision"
+        model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
+        together = self.has_bidirectional_images(raw)
         if padding is None or model.vision is None:
             raise CheckpointError(
                 f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
@@ -174,6 +182,10 @@ class Gemma4VisionFamily(OptionalVisionFamily):
         fields = {"layer_input_token": padding, "bidirectional": together, "bidirectional_windows": together}
         vision = model.vision.model_copy(update=fields)
         return model.model_copy(update={"vision": vision})
+
+    def has_bidirectional_images(self, raw: ConfigDict) -> bool:
+        """Return whether config.json has `use_bidirectional_attention: vision`."""
+        return self.text_config_of(raw).get("use_bidirectional_attention") == "vision"
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""

@@ -187,6 +187,7 @@ def _layer_flags(raw: ConfigDict, key: str, layers: int, every: Callable[[int, i
 
 
 SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
+ROUTER_SCORES = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,8 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
         scope, loss = _aux_loss_settings(raw)
         if sinkhorn := raw.get("moe_router_load_balancing_type") == "sinkhorn":
             score = "sigmoid" if top == 1 else "softmax"  # overrides moe_router_score_function
+        if score not in ROUTER_SCORES:
+            raise ConfigMismatchError(f"moe_router_score_function must be softmax or sigmoid, not {score!r:.40}")
         bias = bool(raw.get("moe_router_enable_expert_bias"))
         return {
             "moe": {
@@ -251,6 +254,8 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
         moe = model.moe
         if moe is None:
             return {"num_experts": None}
+        if moe.score not in ROUTER_SCORES:
+            raise ConfigMismatchError(f"moe.score must be softmax or sigmoid, not {moe.score}")
         return {
             "num_experts": moe.num_experts,
             "moe_router_topk": moe.top_k,

@@ -17,8 +17,9 @@ narrower entries of its own selects the `top_k` entries of a query, by the score
 
 Heads, groups and index heads are split over the tensor ranks; keys, entries and their projections are whole on each. Under
 context parallelism of any kind the projections of all ranks are gathered, which are narrow, and a rank attends with its queries.
-`COMPRESSED_QUERIES` queries at a time attend to the tokens of their windows and the entries that have ended; other pairs are masked. A KV cache holds the projections of all tokens, and entries are computed again at each
-step, so it is larger than the entries.
+`COMPRESSED_QUERIES` queries at a time attend to the tokens of their windows and the entries that have ended; other pairs are
+masked. A KV cache holds the projections of all tokens, and entries are computed again at each step, so it is larger than the
+entries.
 
 Legend: B batch, S sequence, s tokens of a context rank, W windows, m tokens of a window, H this rank's heads, G its groups,
 h its index heads, d size of a head, c width of a token's projections, e width of an entry, D model width, T tensor ranks.
@@ -56,7 +57,7 @@ from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_
 
 
 @dataclass(frozen=True)
-class TokenPlaces:
+class SequenceTokens:
     """Tokens of whole sequences, with their documents and positions, and the indices of this rank's queries.
 
     Attributes:
@@ -70,8 +71,8 @@ class TokenPlaces:
     positions: Tensor
 
     @classmethod
-    def of_one_document(cls, queries: int, length: int, device: torch.device) -> TokenPlaces:
-        """Return the places of the last `queries` of `length` tokens of one document."""
+    def of_one_document(cls, queries: int, length: int, device: torch.device) -> SequenceTokens:
+        """Return one document of `length` tokens, of which the last `queries` are this rank's queries."""
         at = torch.arange(length, device=device)
         return cls([range(length - queries, length)], torch.zeros_like(at)[None], at[None])
 
@@ -94,14 +95,14 @@ class TokenPlaces:
                 yield slice(before + first, before + first + len(part)), part
             before += len(indices)
 
-    def see_keys(self, part: range, keys: range, window: int) -> Tensor:
-        """Return which of some `keys` the queries of a part attend to in a sliding window, bool [B or 1, n, keys]."""
+    def mask_window_keys(self, part: range, keys: range, window: int) -> Tensor:
+        """Return the mask of the `keys` that the queries of a part attend to in a sliding window, bool [B or 1, n, keys]."""
         at = torch.arange(keys.start, keys.stop, device=self.starts.device)
         own = torch.arange(part.start, part.stop, device=self.starts.device)[:, None]
         return (at <= own) & (at > own - window) & (at >= self._starts_of(part))
 
-    def see_entries(self, part: range, windows: CompressionWindows, count: int) -> Tensor:
-        """Return which of the first `count` entries the queries of a part may attend to, bool [B or 1, n, `count`].
+    def mask_entries(self, part: range, windows: CompressionWindows, count: int) -> Tensor:
+        """Return the mask of the first `count` entries that the queries of a part may attend to, bool [B or 1, n, `count`].
         They are those of windows that have ended in the query's document.
         """
         begin, whole = windows.begin[:, None, :count], windows.whole[:, None, :count]
@@ -159,11 +160,11 @@ class TokenCompressor(nn.Module):
         """Return the values and gates of tokens x [B, s or s/T, D], side by side: [B, s or s/T, c]."""
         return torch.cat([self.linear(x, self.value), self.linear(x, self.gate)], -1)
 
-    def forward(self, projected: Tensor, places: TokenPlaces) -> tuple[Tensor, CompressionWindows]:
+    def forward(self, projected: Tensor, sequence: SequenceTokens) -> tuple[Tensor, CompressionWindows]:
         """Return the entries [B, W, e] of all windows, in their order, and the windows.
         `projected` are the projections [B, S, c] of all tokens.
         """
-        windows = places.windows_of(self.rate)
+        windows = sequence.windows_of(self.rate)
         if not windows.begin.shape[1]:
             return projected.new_zeros(len(projected), 0, self.size), windows
         value, gate = torch.chunk(projected, 2, -1)
@@ -176,12 +177,12 @@ class TokenCompressor(nn.Module):
         if self.overlap:
             values.insert(0, windows.gather_tokens(value[..., : self.size], self.rate))
             earlier = windows.gather_tokens(gate[..., : self.size], self.rate) + bias[:, : self.size]
-            first = windows.begin - self.rate < places.starts.gather(1, windows.begin)
+            first = windows.begin - self.rate < sequence.starts.gather(1, windows.begin)
             gates.insert(0, earlier.masked_fill(first[..., None, None], float("-inf")))
         weights = torch.cat(gates, 2).softmax(2).to(value.dtype)
         entries = self.norm((torch.cat(values, 2) * weights).sum(2))
-        rows = max(len(windows.begin), len(places.positions))
-        positions = places.positions.expand(rows, -1).gather(1, windows.begin.expand(rows, -1))
+        rows = max(len(windows.begin), len(sequence.positions))
+        positions = sequence.positions.expand(rows, -1).gather(1, windows.begin.expand(rows, -1))
         angles = self.rotary.compute_rotation(positions, entries.dtype)
         return rotate_last_elements(self.kernels, entries.unsqueeze(2), angles).squeeze(2), windows
 
@@ -229,7 +230,7 @@ class EntryIndexer(nn.Module):
 
     @torch.no_grad()
     def select(self, q: Tensor, weights: Tensor, entries: Tensor, seen: Tensor) -> Tensor:
-        """Return which of some entries n queries attend to, bool [B or 1, n, entries], of those `seen`.
+        """Return the mask of the entries that n queries attend to, bool [B or 1, n, entries], among those `seen`.
         q is [B, n, h, d], weights are [B, n, h] and the index entries [B, entries, d].
         """
         if entries.shape[1] <= self.config.top_k:
@@ -329,9 +330,11 @@ class CompressedAttention(nn.Module):
         key = gather_context_parallel_tokens(key.squeeze(2), self.cp)
         projected = projected if self.compressor is None else gather_context_parallel_tokens(projected, self.cp)
         index = (*index[:2], *(gather_context_parallel_tokens(part, self.cp) for part in index[2:]))
-        return self.attend_to_tokens(q, key, projected, self._find_places(context, key.shape[1], key.device), *index)
+        return self.attend_to_tokens(
+            q, key, projected, self._describe_sequence(context, key.shape[1], key.device), *index
+        )
 
-    def _find_places(self, context: ForwardContext, length: int, device: torch.device) -> TokenPlaces:
+    def _describe_sequence(self, context: ForwardContext, length: int, device: torch.device) -> SequenceTokens:
         mask, positions = context.attention_mask, context.positions
         assert isinstance(mask, SequenceMask)
         assert positions is not None
@@ -339,27 +342,27 @@ class CompressedAttention(nn.Module):
         starts = zeros if mask.document_starts is None else torch.from_numpy(mask.document_starts).long()
         queries = residual_stream_token_ranges(length, self.cp, self.tp, sp=False)
         whole = gather_context_parallel_tokens(positions.unsqueeze(-1), self.cp).squeeze(-1)
-        return TokenPlaces(queries, to_device(starts, device), whole)
+        return SequenceTokens(queries, to_device(starts, device), whole)
 
     def attend_to_tokens(
-        self, q: Tensor, key: Tensor, projected: Tensor, places: TokenPlaces, *index: Tensor
+        self, q: Tensor, key: Tensor, projected: Tensor, sequence: SequenceTokens, *index: Tensor
     ) -> Tensor:
         """Attend with queries [B, s, H, d] to keys [B, S, d] in the window and to the entries of `projected` [B, S, c].
         `index` are index queries, their weights and the indexer's projections of tokens, of a layer with an indexer.
         """
-        compressed = None if self.compressor is None else self.compressor(projected, places)
+        compressed = None if self.compressor is None else self.compressor(projected, sequence)
         index_entries = None
         if self.indexer is not None and self.indexer.is_selective(key.shape[1]):
             with torch.no_grad():
-                index_entries, _ = self.indexer.compressor(index[2], places)
+                index_entries, _ = self.indexer.compressor(index[2], sequence)
         outputs = []
-        for own, part in places.split_queries(self.chunk):
+        for own, part in sequence.split_queries(self.chunk):
             keys = range(max(0, part.start + 1 - self.window), part.stop)
-            seen, visible = places.see_keys(part, keys, self.window), key[:, keys.start : keys.stop]
+            seen, visible = sequence.mask_window_keys(part, keys, self.window), key[:, keys.start : keys.stop]
             if compressed is not None:
                 entries, windows = compressed
                 count = part.stop // windows.size  # of windows that have ended
-                ended = places.see_entries(part, windows, count)
+                ended = sequence.mask_entries(part, windows, count)
                 if self.indexer is not None and index_entries is not None:
                     ended = self.indexer.select(index[0][:, own], index[1][:, own], index_entries[:, :count], ended)
                 rows = max(len(seen), len(ended))
@@ -400,7 +403,7 @@ class CompressedCacheAttention(CacheAttentionFunction):
         mixer = self.mixer
         assert mixer is not None
         assert mixer.compressor is not None
-        places = TokenPlaces.of_one_document(q.shape[1], k.shape[1], q.device)
+        sequence = SequenceTokens.of_one_document(q.shape[1], k.shape[1], q.device)
         indexer, widths, key_widths = mixer.indexer, [self.heads * mixer.size], [mixer.size, mixer.compressor.width]
         if indexer is not None:
             widths += [indexer.own_heads * indexer.config.head_dim, indexer.own_heads]
@@ -411,7 +414,7 @@ class CompressedCacheAttention(CacheAttentionFunction):
         if indexer is not None:
             index = [torch.unflatten(queries[0], -1, (indexer.own_heads, -1)), queries[1], tokens[0]]
         main = torch.unflatten(main, -1, (self.heads, -1)).to(key.dtype)
-        return mixer.attend_to_tokens(main, key, projected, places, *index)
+        return mixer.attend_to_tokens(main, key, projected, sequence, *index)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """Compute the attention of one packed query per batch row [B, 1, w] to the cached tokens of that row."""

@@ -106,7 +106,7 @@ class ExpertTable(NonTrainableBuffer):
     """
 
     def __init__(self, build: LayerBuilder, name: str, moe: MoeConfig) -> None:
-        self.name, self.experts = f"{name}.{EXPERT_TABLE}", moe.num_experts
+        self.name, self.experts = f"{name}.{EXPERT_TABLE}", moe.num_router_outputs
         shape = (build.config.vocab_size, moe.top_k)
         super().__init__(self.name, shape, dtype=torch.int64, device=build.device)
         self.reset_values()

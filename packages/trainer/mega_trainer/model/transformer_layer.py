@@ -215,8 +215,9 @@ class HyperConnectedLayer(TransformerLayer):
 
 
 class ShortcutLayer(TransformerLayer):
-    """Layer whose experts' output is added after the next layer (arXiv:2404.05019), or that next layer.
-    Between the two the stream is [hidden states | output of the experts], of width 2 D.
+    """Layer of a model whose experts' output is added after the next layer (arXiv:2404.05019).
+    Between a layer with experts and the next one the stream is [hidden states | output of the experts], of width 2 D. Between
+    pipeline stages it always has this width, with zeros where there is no such output.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -224,12 +225,13 @@ class ShortcutLayer(TransformerLayer):
         self.width, self.defers = build.config.hidden_size, build.config.has_shortcut(layer)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream after this layer, [B, S or S/T, D], of width 2 D before the layer that adds the rest.
+        """Return the residual stream after this layer: [B, S or S/T, D], or of width 2 D after a layer with experts.
         S/T is the length under sequence parallelism over T ranks.
         """
         x, deferred = x[..., : self.width].contiguous(), x[..., self.width :]
         if not self.defers:
-            return super().forward(x, context) + deferred
+            x = super().forward(x, context)
+            return x + deferred if deferred.shape[-1] else x
         assert self.mixer is not None
         assert self.feed is not None
         x, normed = self.mixer.add_and_norm(x)
@@ -286,8 +288,7 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
     several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
-    if build.config.has_shortcut(layer) or build.config.has_shortcut(layer - 1):
-        several = ShortcutLayer
+    several = ShortcutLayer if build.config.has_shortcuts else several
     usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else several
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):

@@ -164,7 +164,8 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
     if model.encoder is not None or model.retro is not None:
         return [0, model.num_layers - 1]
     found: dict[Any, int] = {}
-    for layer in range(model.num_layers):
+    first = next(filter(model.has_shortcut, range(model.num_layers)), 0)  # the layer after it adds the experts' output
+    for layer in (*range(first, model.num_layers), *range(first)):
         kind = model.get_layer_kind(layer)
         where = (
             (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
