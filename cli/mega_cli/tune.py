@@ -274,16 +274,23 @@ def _export(config: RunConfig, output: Path) -> None:
     import torch
 
     from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+    from mega_ckpt.families import detect_model_family
     from mega_common.atomic_files import write_json_atomically
     from mega_common.bounded_parsing import read_json_file
+    from mega_common.progress_logging import logger
 
     best, done = str(find_best_checkpoint(config)), output / "export.json"
     if done.exists() and read_json_file(done, ConfigError) == best:
         return
     (output / "comparison.json").unlink(missing_ok=True)
     convert_checkpoint(best, output / "model", "hf", options=ConvertOptions(dtype=torch.bfloat16), overwrite=True)
-    if config.lora is not None:
+    family = detect_model_family(
+        read_json_file(output / "model" / "config.json", ConfigError), added=config.registry.families
+    )
+    if config.lora is not None and family.supports_peft:
         convert_checkpoint(best, output / "adapter", "peft", overwrite=True)
+    elif config.lora is not None:
+        logger.warning("PEFT has no adapters of model type %s: only the merged model is exported", family.name)
     write_json_atomically(done, best)
 
 
