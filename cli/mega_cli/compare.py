@@ -74,6 +74,8 @@ def compare_command(
     if metric is not None:
         raise ConfigError("--metric requires folders of runs", hint="mega compare 'runs/base-*' 'runs/muon-*'")
     for file in (first, second):
+        if _names_runs(file):
+            raise ConfigError(f"{first}: no such run, but {second} is one", hint="give two runs, or two results files")
         _check_results_file(Path(file))
     found = compare_task_results(Path(first), Path(second))
     if per_sample is not None:

@@ -373,8 +373,13 @@ def parse_column_mapping(given: list[str]) -> dict[str, str]:
     columns = {}
     for option in given:
         key, equals, column = option.partition("=")
-        if key not in get_args(RecordKey) or key == "text" or not equals or not column:
-            names = ", ".join(name for name in get_args(RecordKey) if name != "text")
-            raise ConfigError(f"--map must have the form KEY=COLUMN, found {option!r}", hint=f"the keys are {names}")
+        names = [name for name in get_args(RecordKey) if name != "text"]
+        if equals and column and key not in names:
+            hint = f"the keys are {', '.join(names)}; --json-key {column} reads plain text from a column"
+            raise ConfigError(f"--map {option}: {key!r} is not a key of records", hint=hint)
+        if not equals or not column:
+            raise ConfigError(
+                f"--map must have the form KEY=COLUMN, found {option!r}", hint=f"the keys are {', '.join(names)}"
+            )
         columns[key] = column
     return columns

@@ -151,7 +151,7 @@ def run_and_report_errors(call: Callable[[], object], *, debug: bool = False) ->
     except Exception as error:  # noqa: BLE001 - every error becomes a message
         if debug:
             traceback.print_exc()
-        message, status = _describe_error(error)
+        message, status = _describe_error(error, debug=debug)
         print(message, file=sys.stderr)
         if convert_full_disk_error(error):
             # Standard output may be on the full disk; buffered output must not raise at exit.
@@ -170,8 +170,11 @@ def _exit_status(call: Callable[[], object]) -> int:
     return 0
 
 
-def _describe_error(error: Exception) -> tuple[str, int]:
+def _describe_error(error: Exception, *, debug: bool) -> tuple[str, int]:
     """Return the message of an error, and the exit status."""
+    from mega_common.extension_loader import find_extension_line
+
+    how = "" if debug else "; run again with --debug for the traceback"
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         error = _missing_package(error.name)
     full = convert_full_disk_error(error)
@@ -184,8 +187,10 @@ def _describe_error(error: Exception) -> tuple[str, int]:
         wrong_path = isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError)
         return f"error: {describe_disk_error(error)[0]}", 2 if wrong_path else 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if place := find_extension_line(error):
+        return f"error: extension: its code raised {text} {place}\n  correct the extension{how}", 2
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
-    return f"internal error: {text}\nrun again with --debug for the traceback", 1
+    return f"internal error: {text}" + how.replace("; ", "\n", 1), 1
 
 
 def _missing_package(name: str) -> MissingPackageError:

@@ -18,7 +18,7 @@ from mega_cli.tune_recipe import (
     measure_usable_memory,
     predict_peak_memory_bytes,
 )
-from mega_common.errors import CheckpointError, ConfigError, DataError
+from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
 
 if TYPE_CHECKING:
     from mega_data.data_config import DataConfig
@@ -193,7 +193,13 @@ def _prepare_base(model: str, output: Path) -> str:
     if not path.exists() and "://" not in model:
         if model.count("/") != 1 or path.suffix == ".gguf" or model.startswith((".", "/")):
             raise ConfigError(f"MODEL = {model} must be an existing model", hint="or ORG/NAME of the HuggingFace Hub")
-        pull_from_hub(model, base)
+        try:
+            pull_from_hub(model, base)
+        except MegaError as error:
+            hint = "give the path of an existing folder, or ORG/NAME of the HuggingFace Hub with a connection to it"
+            raise CheckpointError(
+                f"MODEL = {model}: no such folder, and not downloaded: {error.message}", hint=hint
+            ) from None
     else:
         convert_checkpoint(model, base, "hf", options=ConvertOptions(dtype=torch.bfloat16))
     if not (base / "tokenizer.json").is_file():

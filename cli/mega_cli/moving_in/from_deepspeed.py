@@ -38,6 +38,8 @@ def translate_deepspeed_precision(given: ForeignSettingsFile) -> None:
     if given.take_value("torch_autocast.enabled") is True:
         _put_autocast(given)
         return
+    if bf16 is True and fp16 is True:
+        given.refuse_combination("bf16.enabled and fp16.enabled are both true", "keep one of them")
     given.set_key(
         "precision", "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32", "bf16.enabled, fp16.enabled"
     )

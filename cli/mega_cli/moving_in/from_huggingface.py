@@ -345,6 +345,8 @@ def _savings(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> No
         mixed == names[0] or not {True, "true", "full"}.isdisjoint({given.take_value(name) for name in names})
         for names in (("bf16", "bfloat16", "pure_bf16"), ("fp16", "float16"))
     )
+    if bf16 and fp16:
+        given.refuse_combination("bf16 and fp16 are both set", "keep one of them")
     if mixed is not None and mixed not in ("no", "bf16", "fp16"):
         given.add_note("open", f"{mixed} is not translated; bf16 is set here: see precision and fp8", "mixed_precision")
         bf16 = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ class ForeignSettingsFile:
         self.path, self._description = path, description
         self._values: dict[str, Any] = {}
         self._left: set[str] = set()
+        self._asked: set[str] = set()  # keys that the translation knows
         self._take(_read(path, description))
         self._run: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
@@ -56,6 +58,7 @@ class ForeignSettingsFile:
 
     def has_key(self, *keys: str) -> bool:
         """Return True if the settings file has one of the keys, with any value."""
+        self._asked.update(keys)
         return any(key in self._values for key in keys)
 
     def peek_value(self, key: str) -> Any:
@@ -91,6 +94,7 @@ class ForeignSettingsFile:
         """Return the value of the first of the settings file's keys that is set and not `auto`.
         All of the keys then count as translated.
         """
+        self._asked.update(keys)
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
@@ -194,7 +198,9 @@ class ForeignSettingsFile:
                 for why, patterns in rows.items()
                 if any(fnmatchcase(key, pattern) for pattern in patterns.split())
             )
-            kind, why = next(found, ("open", "is not translated; check if it changes the model or the run"))
+            near = difflib.get_close_matches(key, self._asked - self._values.keys(), n=1, cutoff=0.9)
+            meant = f"is not a known setting; did you mean {near[0]}?" if near else ""
+            kind, why = next(found, ("open", meant or "is not translated; check if it changes the model or the run"))
             self.add_note(kind, why, f"{key}: {self._values[key]}")
         return RunYamlTranslation(self._run, self._notes, self._origins, launch, self._description)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,7 @@ def _explain_error(error: Exception, repo_id: str, revision: str | None) -> tupl
     if isinstance(error, kinds.HFValidationError):
         return f"{repo_id!r} must be the name of a repository", "use user/name"
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    first = re.sub(r"\[Errno -?\d+\] ", "", first)
     if status in (401, 403):
         return (
             f"{repo_id}: the hub denied access (status {status}): {first}",

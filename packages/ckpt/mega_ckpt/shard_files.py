@@ -222,7 +222,10 @@ def check_file_size(path: Location, size: Callable[[], int], entry: ManifestFile
         message = f"{path}: the file is missing ({_describe_keys(keys)})"
         raise CheckpointError(message, hint="copy the whole checkpoint again, or use another one") from None
     if found != entry.bytes:
-        raise CheckpointError(f"{path}: has {found} bytes instead of {entry.bytes} ({_describe_keys(keys)})")
+        raise CheckpointError(
+            f"{path}: has {found} bytes instead of {entry.bytes} ({_describe_keys(keys)})",
+            hint="copy the whole checkpoint again, or move it elsewhere to resume from an older one",
+        )
 
 
 def _describe_keys(keys: Sequence[str]) -> str:

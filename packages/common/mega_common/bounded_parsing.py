@@ -155,6 +155,8 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
         return (
             f"line {start.line + 1}, column {start.column + 1}: the {bracket} is not closed before line {mark.line + 1}"
         )
+    if "'\\t' that cannot start" in str(error.problem):
+        return f"line {mark.line + 1} is indented with a tab; YAML requires spaces"
     if "'<document start>'" in str(error.problem):
         return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
     return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(

@@ -10,10 +10,11 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mega_common.errors import ConfigError
 from mega_common.extension_entries import Extension
@@ -46,6 +47,16 @@ def locate_error(error: Exception, package: str) -> str:
     return f"({file}, line {line})"
 
 
+def find_extension_line(error: Exception) -> str:
+    """Return the innermost line of an extension's file in the traceback of an error, such as `(mine.py, line 2)`; "" without one."""
+    lines = [
+        f"({Path(frame.f_code.co_filename).name}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(FILE_MODULE)
+    ]
+    return lines[-1] if lines else ""
+
+
 def load_extension(reference: str) -> Extension:
     """Import one extension.
 
@@ -68,6 +79,7 @@ def load_extension(reference: str) -> Extension:
             f"extension {reference}: must have a constant EXTENSION of type mega_trainer.extend.Extension",
             hint="see docs/extensions.md, or run mega new mixer NAME for an example",
         )
+    _check_entry_types(reference, extension)
     if not OLDEST_API <= extension.api <= EXTENSION_API:
         raise ConfigError(
             f"extension {reference}: was written for version {extension.api} of mega's interfaces, and this mega has "
@@ -78,6 +90,18 @@ def load_extension(reference: str) -> Extension:
         message = "extension %s: was written for version %d of mega's interfaces; the next version will refuse it"
         logger.warning(message, reference, extension.api)
     return extension
+
+
+def _check_entry_types(reference: str, extension: Extension) -> None:
+    """Raise `ConfigError` for an entry of another type than its kind has, such as a class in place of a `Block`."""
+    for field, kind in get_type_hints(Extension).items():
+        if (arguments := get_args(kind)) and get_origin(kind) is Mapping:
+            for name, entry in getattr(extension, field).items():
+                if not isinstance(entry, arguments[1]):
+                    raise ConfigError(
+                        f"extension {reference}: {field}[{name!r}] must be a {arguments[1].__name__}, found {entry!r}",
+                        hint=f"write {field}={{{name!r}: {arguments[1].__name__}(...)}}; see docs/extensions.md",
+                    )
 
 
 def _import_reference(reference: str) -> Any:

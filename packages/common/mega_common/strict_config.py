@@ -170,7 +170,9 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
     path, value = ".".join(location), detail.get("input")
     if detail["type"] == "extra_forbidden":
         known = _list_known_keys(cls, location[:-1])
-        near = [repr(name) for name in difflib.get_close_matches(location[-1], known, n=1)]
+        wanted = location[-1].strip()
+        parted = [name for name in known if set(wanted.split("_")) < set(name.split("_"))]
+        near = [repr(name) for name in parted[:2] or difflib.get_close_matches(wanted, known, n=1)]
         near += sorted(_find_key_paths(cls, location[-1]))[:2]
         hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(sorted(known))}"
         return ConfigProblem(path, "unknown key", hint=hint)
@@ -259,6 +261,7 @@ def apply_config_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> 
     result: dict[str, Any] = _copy_tree(raw)
     for override in overrides:
         path, equals, text = override.partition("=")
+        path = path.strip()
         if not equals or not path:
             raise ConfigError(
                 f"--set must have the form KEY=VALUE, found {override!r}", hint="e.g. --set train.steps=100"

@@ -185,11 +185,16 @@ def find_family_by_name(name: object, source: str = "family", added: Sequence[Mo
     if isinstance(name, str) and name in families:
         return families[name]
     nearest = difflib.get_close_matches(str(name), families, n=1)
+    other = (
+        "leave out --family, which writes the first family that has all settings of the model"
+        if source == "--family"
+        else "model: {from: FOLDER, implementation: transformers} trains any model that transformers loads; mega new family"
+        " NAME adds a family"
+    )
     raise CheckpointError(
         f"{source}: model type {name!r} is not supported; supported families: docs/families.md"
         + "".join(f"; nearest: {near}" for near in nearest),
-        hint="model: {from: FOLDER, implementation: transformers} trains any model that transformers loads; mega new family"
-        " NAME adds a family",
+        hint=other,
     )
 
 

@@ -353,7 +353,7 @@ def _choose_family(
 ) -> ModelFamily:
     """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = find_family_by_name(family, added=families)
+        chosen = find_family_by_name(family, "--family", families)
         problems = chosen.unsupported_settings(model)
         if problems:
             raise CheckpointError(

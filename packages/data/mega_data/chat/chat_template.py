@@ -106,7 +106,8 @@ class ChatTemplate:
         text, spans = (self._find_marked_answers if self.marks else self._find_answers_by_prefix)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
-            raise DataError("no message of the assistant counts in the loss")
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in conversation.messages))
+            raise DataError(f"no message of the assistant counts in the loss; the roles are {roles or 'none'}")
         if sum(span.end - span.begin for span in spans) == len(text):
             raise DataError(
                 "the chat template marks the whole text as an answer, including the questions",

@@ -197,6 +197,8 @@ def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Docu
         record = _parse_record(raw.decode(), key)
     except UnicodeDecodeError as error:
         return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_invalid_utf8(raw), file, line)
+    except json.JSONDecodeError as error:
+        return RejectedItem(f"not JSON ({_explain_json_error(error)})", escape_invalid_utf8(raw), file, line)
     except (ValueError, RecursionError) as error:
         return RejectedItem(f"not JSON ({error})", escape_invalid_utf8(raw), file, line)
     item = document_from_record(record, key, file, line, whole, {})
@@ -213,6 +215,12 @@ def _parse_record(text: str, key: str) -> Any:
     if key == WHOLE or text.count(f'"{name}"') > 1:
         return json.loads(text, object_pairs_hook=reject_duplicate_keys)
     return json.loads(text)
+
+
+def _explain_json_error(error: json.JSONDecodeError) -> str:
+    """Return the problem of a line that is not JSON, with its column."""
+    unclosed = error.msg.startswith(("Unterminated string", "Invalid control character"))
+    return f"column {error.pos + 1}: " + ("a text in quotation marks is not closed" if unclosed else error.msg)
 
 
 def _parse_long_line(
@@ -277,8 +285,12 @@ def read_json_documents(
             f"{explain_too_large(MAX_RECORD_BYTES)}, or a quotation mark is missing; the rest of the file is skipped"
         )
         yield RejectedItem(reason, "", source.name, line + 1)
+    except json.JSONDecodeError as error:
+        cut = error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
+        reason = f"record {line + 1} is cut off, the file is truncated" if cut else f"record {line + 1}: {error.msg}"
+        yield RejectedItem(f"not JSON ({reason}); the rest of the file cannot be read", "", source.name, line + 1)
     except (ValueError, RecursionError) as error:
-        yield RejectedItem(f"not JSON ({error}); the rest of the file is skipped", "", source.name, line + 1)
+        yield RejectedItem(f"not JSON ({error}); the rest of the file cannot be read", "", source.name, line + 1)
 
 
 def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
@@ -286,8 +298,10 @@ def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
     decoder = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
     failure: Exception | None = None  # error of reading the next block
+    open_arrays = 0
     while True:
-        at = SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches an empty string as well
+        begin, at = at, SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches an empty string as well
+        open_arrays += text.count("[", begin, at) - text.count("]", begin, at)
         try:
             if at < len(text):
                 value, at = decoder.raw_decode(text, at)
@@ -302,6 +316,8 @@ def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
         if failure is not None:
             raise failure
         if not more:
+            if open_arrays > 0:
+                raise ValueError("the array has no closing bracket, the file is truncated")
             return
         text, at, target = text[at:], 0, 2 * (len(text) - at)
         while more and len(text) <= target:

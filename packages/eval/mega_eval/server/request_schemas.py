@@ -172,6 +172,15 @@ class CompletionRequest(GenerationRequestBody):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
     add_special_tokens: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_messages(cls, body: Any) -> Any:
+        if isinstance(body, dict) and "messages" in body and "prompt" not in body:
+            raise make_field_error(
+                "'messages' belongs to /v1/chat/completions; this path requires 'prompt'", "messages"
+            )
+        return body
+
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.max_tokens == 0 and not self.echo:

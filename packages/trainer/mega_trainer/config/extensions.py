@@ -293,7 +293,7 @@ def find_extension_entry_problems(
         return
     known = [*BUILT_IN[kind], *added]
     if value not in known:
-        near = find_near_option(value, known)
+        near = find_near_option(value, known) or next((name for name in known if name.lower() in value.lower()), None)
         names = ", ".join(known) or "one that an extension adds"
         hint = f"set {path}={near}" if near else f"set extensions to the file that has it, or remove {path}"
         yield ConfigProblem(path, f"must be {names}", value, hint)

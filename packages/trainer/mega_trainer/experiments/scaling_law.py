@@ -284,7 +284,9 @@ def read_scaling_point_of_run(log: RunLog, metric: str, count: ParameterCount) -
     config = RunConfig.parse(resolve_run_config(log.settings), source=str(log.folder / "run.yaml"))
     loss = log.mean_of_last_steps(metric)
     if loss is None:
-        raise ConfigError(f"{log.folder} has not logged {metric}", hint="choose another --metric, such as loss")
+        keys = ", ".join(sorted(log.columns)[:12])
+        why = "; only runs with validation (train.eval_every) log valid_loss" if metric == "valid_loss" else ""
+        raise ConfigError(f"{log.folder} has not logged {metric}{why}", hint=f"choose --metric of {keys}, ...")
     counts = count_parameters_by_layer(config.model)
     parameters = {
         "active": counts.active_parameters, "total": counts.total,
