@@ -145,8 +145,7 @@ def _scattered_pieces_one_rank_off() -> AbstractContextManager[Any]:
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
     def forward(self: Any, x: Tensor, dropout: object = None) -> Tensor:
-        y: Tensor = self.linear(x, self.weight, self.bias)
-        return y
+        return tensor.sum_partial_results(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
 
     return swap(tensor.RowParallelLinear, "forward", forward)
 

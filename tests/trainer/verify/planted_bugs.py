@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ def forgotten_reduction() -> AbstractContextManager[Any]:
     def forward(self: RowParallelLinear, x: Tensor, *more: Any) -> Tensor:
         if get_parameter_info(self.weight).pieces[0].name != "model.layers.1.mlp.down_proj.weight":
             return real(self, x, *more)
-        y: Tensor = replace(self.linear, summed=ALONE, scatter=False)(x, self.weight)
+        y: Tensor = self.linear(x, self.weight, None)
         return y
 
     return mock.patch.object(RowParallelLinear, "forward", forward)

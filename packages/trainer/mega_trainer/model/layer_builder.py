@@ -24,6 +24,7 @@ from mega_trainer.parallel.overlapped_linear import (
     OverlappedColumnFunction,
     OverlappedGemms,
     OverlappedRowFunction,
+    OverlappedRowLinear,
 )
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.pass_interleaver import PassInterleaver
@@ -128,10 +129,11 @@ class LayerBuilder(ParameterBuilder):
         piece = TensorPiece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
         weight = self.build_parameter((out, own), [piece], std=self.residual_init_std)
         offset = self.build_replicated(f"{name}.bias", (out,)) if bias else None
-        layer = RowParallelLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        row_class = RowParallelLinear if self.overlapped is None else OverlappedRowLinear
+        layer = row_class(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
         if self.overlapped is not None:
             layer.linear = OverlappedRowFunction(
-                self.linear_kernels, self.deferred, summed=tp, overlapped=self.overlapped
+                self.linear_kernels, self.deferred, scatter=tp, overlapped=self.overlapped
             )
         layer.adapter = build_row_adapter(self, name, width)
         return layer

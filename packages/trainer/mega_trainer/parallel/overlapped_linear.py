@@ -24,6 +24,7 @@ from mega_trainer.distributed.comm import CommGroup, start_ring_transfer
 from mega_trainer.kernels.kernel_interface import GemmOperand
 from mega_trainer.parallel.parallel_linear import SEQUENCE, ParallelLinearFunction
 from mega_trainer.parallel.parameter_info import get_main_grad_writer, get_weight_preparer
+from mega_trainer.parallel.tensor_parallel import RowParallelLinear
 
 
 class OverlappedGemms(Protocol):
@@ -129,9 +130,11 @@ class OverlappedRowFunction(ParallelLinearFunction):
     """Row-parallel linear function, sum over ranks included, whose GEMMs overlap with its collectives.
 
     Attributes:
+        scatter: the ranks that each have some columns of W; `group` stays this rank alone, as X is not gathered.
         overlapped: GEMMs that overlap with collectives.
     """
 
+    scatter: CommGroup
     overlapped: OverlappedGemms
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -144,7 +147,7 @@ class OverlappedRowFunction(ParallelLinearFunction):
 
     def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
         """Return this rank's slice of Y = reduce-scatter(X W^T)."""
-        return self.overlapped.gemm_reduce_scatter(x, weight.t(), self.summed)
+        return self.overlapped.gemm_reduce_scatter(x, weight.t(), self.scatter)
 
 
 class _OverlappedRow(Function):
@@ -161,9 +164,17 @@ class _OverlappedRow(Function):
         layer: OverlappedRowFunction = ctx.layer
         trains, dweight = ctx.needs_input_grad[1], None
         matrix = layer.prepare_weight_operand(weight, ctx.preparer)
-        gathered, dx = layer.overlapped.all_gather_gemm(dy, matrix, layer.summed, keep_input=trains)
+        gathered, dx = layer.overlapped.all_gather_gemm(dy, matrix, layer.scatter, keep_input=trains)
         if gathered is not None and layer.deferred is None:
             dweight = layer.compute_wgrad(x, gathered, ctx.main)
         elif gathered is not None:
             layer.defer_wgrad(weight, x, gathered, ctx.main)
         return dx, dweight, None
+
+
+class OverlappedRowLinear(RowParallelLinear):
+    """Row-parallel linear layer whose GEMMs overlap with its collectives; `linear` is an `OverlappedRowFunction`."""
+
+    def _summed_output(self, x: Tensor) -> Tensor:
+        y = self.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias

@@ -6,7 +6,8 @@
 
 Column-parallel layers (arXiv:1909.08053) have all of X on every rank and all-reduce dX, overlapped with the wgrad GEMM.
 Under sequence parallelism (arXiv:2205.05198) X is all-gathered before the GEMM, in the backward overlapped with the dgrad
-GEMM, and the all-reduce becomes a reduce-scatter. Row-parallel layers all-reduce Y, in place, or reduce-scatter it.
+GEMM, and the all-reduce becomes a reduce-scatter. The sum of a row-parallel layer's Y is separate:
+`tensor_parallel.sum_partial_results`.
 
 If the weight is a parameter with a main gradient in a flat buffer, dW is written there, and autograd gets None. A weight
 made from several parameters, or a sharded one (ZeRO-3), gets its gradient from autograd. A back end may prepare an operand
@@ -33,14 +34,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mega_trainer.distributed.comm import (
-    CommGroup,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import GemmOperand, Kernels
 from mega_trainer.kernels.leaf_compiler import apply_autograd_function
@@ -156,22 +150,16 @@ class ParallelLinearFunction:
         deferred: queue for wgrad GEMMs, and the all-gather of X for them, if the pipeline splits backwards.
         group: the ranks that each have some rows of W, and all of X.
         sp: X is split over `group` along the sequence.
-        summed: the ranks that each have some columns of W and of X, over which Y is summed; without a bias.
-        scatter: the sum of Y is split over `summed` along the sequence.
     """
 
     gemms: LinearLayerGemms
     deferred: DeferredWgradQueue | None = None
     group: CommGroup = ALONE
     sp: bool = False
-    summed: CommGroup = ALONE
-    scatter: bool = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return Y for x [B, S or, with `sp`, S/T, D], weight [N/T, D] and bias [N/T]: [B, S, N/T], with T tensor
         ranks.
-
-        With `summed` the shapes are x [B, S, D/T], weight [N, D/T] and Y [B, S or, with `scatter`, S/T, N].
         """
         if not torch.is_grad_enabled():
             return self.compute_output(x, self.prepare_weight_operand(weight, get_weight_preparer(weight)), bias)
@@ -190,11 +178,7 @@ class ParallelLinearFunction:
 
     def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + b, not differentiable, from a weight of `prepare_weight_operand`; otherwise as a call."""
-        y = self.gemms.linear_forward(self.gather_input(x), weight, bias)
-        if self.scatter:
-            return reduce_scatter(y, self.summed, SEQUENCE)
-        all_reduce(y, self.summed)
-        return y
+        return self.gemms.linear_forward(self.gather_input(x), weight, bias)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Return the input of all tensor ranks, [B, S, D], all-gathered along the sequence with `sp`."""
@@ -234,7 +218,6 @@ class _Linear(Function):
         layer: ParallelLinearFunction = ctx.layer
         trains = ctx.needs_input_grad[1]
         now = layer.deferred is None and trains
-        dy = all_gather(dy, layer.summed, SEQUENCE) if layer.scatter else dy
         full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
         dx = work = dweight = None
         grad_operand = layer.gemms.prepare_gradient(dy)

@@ -171,8 +171,7 @@ class RowParallelLinear(nn.Module):
         deferred: DeferredWgradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.linear = ParallelLinearFunction(kernels, deferred, summed=group, scatter=sp and group.size > 1)
-        self.group = group
+        self.linear, self.group, self.sp = ParallelLinearFunction(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
@@ -184,9 +183,10 @@ class RowParallelLinear(nn.Module):
         return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
 
     def _summed_output(self, x: Tensor) -> Tensor:
-        if self.group.size == 1 or self.bias is None:
+        if self.group.size == 1:
             return self.linear(x, self.weight, self.bias)
-        return self.linear(x, self.weight) + self.bias
+        y = sum_partial_results(self.linear(x, self.weight), self.group, sp=self.sp)
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
