@@ -222,7 +222,9 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
         else:
             sizes = re.findall(r"\d+", problem.hint)
             assert problem.hint == (
-                f"start {' or '.join(sizes)} ranks" if sizes else "change batch.global or the number of ranks"
+                f"start {' or '.join(sizes)} ranks"
+                if sizes
+                else "change the number of ranks, and batch.global to fit it"
             )
             for size in sizes:
                 RunConfig.parse(raw).check_world_size(int(size))

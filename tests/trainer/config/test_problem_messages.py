@@ -259,7 +259,7 @@ WORLD_CASES: list[tuple[int, list[str]]] = [
 
 UNTRIED = (
     "replace it by its value",
-    "change batch.global or the number of ranks",
+    "change the number of ranks, and batch.global to fit it",
     "shorten the warmup",
 )
 

@@ -26,7 +26,9 @@ FROZEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen", "qwen3", "windows"])
+@pytest.mark.parametrize(
+    "variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen", "qwen3", "windows"]
+)
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, object], frozen: str) -> None:
     config = ModelConfig.parse(

@@ -291,9 +291,7 @@ class ParallelRules:
             if not [*changed.find_parallel_degree_problems(), *changed.find_world_size_problems(world_size)]:
                 return _set_degrees(degrees) + (self._suggest_world_sizes(world_size) if more_memory else "")
         fitting = self._list_fitting_world_sizes(world_size)
-        product = self.parallel.tp * self.parallel.pp * self.parallel.cp
-        whole = f"start a multiple of {product} ranks, or change tp, pp and cp"
-        return f"start {fitting} ranks" if fitting else whole if world_size % product else "change batch.global"
+        return f"start {fitting} ranks" if fitting else "change the number of ranks, and batch.global to fit it"
 
     def _suggest_world_sizes(self, world_size: int) -> str:
         """Return a hint with numbers of ranks that the given degrees fit, as other degrees need more memory on each rank."""
