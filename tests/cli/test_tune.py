@@ -201,7 +201,7 @@ def test_settings_follow_from_the_memory(base: Path, here: Path, monkeypatch: py
     ("options", "error", "message"),
     [
         (["--lora", "--full"], ConfigError, "--lora conflicts with --full"),
-        (["--map", "body=a"], ConfigError, "--map must have the form KEY=COLUMN, found 'body=a'"),
+        (["--map", "body=a"], ConfigError, "--map body=a: 'body' is not a key of records"),
         (["--set", "lora.rnk=4"], ConfigError, r"lora\.rnk: unknown key"),
         (["--set", "data.seq_lenth=4"], ConfigError, r"seq_lenth: unknown key"),
     ],
