@@ -174,7 +174,7 @@ def _describe_error(error: Exception, *, debug: bool) -> tuple[str, int]:
     """Return the message of an error, and the exit status."""
     from mega_common.extension_loader import find_extension_line
 
-    how = "" if debug else "; run again with --debug for the traceback"
+    how = [] if debug else ["run again with --debug for the traceback"]
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         error = _missing_package(error.name)
     full = convert_full_disk_error(error)
@@ -188,9 +188,9 @@ def _describe_error(error: Exception, *, debug: bool) -> tuple[str, int]:
         return f"error: {describe_disk_error(error)[0]}", 2 if wrong_path else 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if place := find_extension_line(error):
-        return f"error: extension: its code raised {text} {place}\n  correct the extension{how}", 2
+        return f"error: extension: its code raised {text} {place}\n  " + "; ".join(["correct the extension", *how]), 2
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
-    return f"internal error: {text}" + how.replace("; ", "\n", 1), 1
+    return "\n".join([f"internal error: {text}", *how]), 1
 
 
 def _missing_package(name: str) -> MissingPackageError:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mega_common.errors import ConfigError
@@ -38,23 +38,26 @@ def locate_error(error: Exception, package: str) -> str:
     """
     if isinstance(error, SyntaxError):
         return ""
-    frames = [
-        (frame.f_globals.get("__name__", "").partition(".")[0], Path(frame.f_code.co_filename).name, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    own = [each for each in frames if each[0].startswith(FILE_MODULE) or each[0] == package]
-    _, file, line = (own or frames)[-1]
-    return f"({file}, line {line})"
+    return find_extension_line(error, package) or _format_lines(list(traceback.walk_tb(error.__traceback__)))
 
 
-def find_extension_line(error: Exception) -> str:
-    """Return the innermost line of an extension's file in the traceback of an error, such as `(mine.py, line 2)`; "" without one."""
-    lines = [
-        f"({Path(frame.f_code.co_filename).name}, line {line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(FILE_MODULE)
-    ]
-    return lines[-1] if lines else ""
+def find_extension_line(error: Exception, package: str = "") -> str:
+    """Return the innermost line of an extension's file or `package` in an error's traceback, such as `(mine.py, line 2)`.
+    It is "" without one.
+    """
+    return _format_lines(
+        [
+            (frame, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if (name := str(frame.f_globals.get("__name__", "")).partition(".")[0]).startswith(FILE_MODULE)
+            or (package and name == package)
+        ]
+    )
+
+
+def _format_lines(lines: list[tuple[FrameType, int]]) -> str:
+    """Return the innermost of these lines of a traceback as text; "" without one."""
+    return "".join(f"({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in lines[-1:])
 
 
 def load_extension(reference: str) -> Extension:

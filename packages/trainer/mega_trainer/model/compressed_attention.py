@@ -38,10 +38,7 @@ from torch.nn import functional as F
 from mega_common.layer_kinds import COMPRESSED_QUERIES
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import (
-    CAUSAL,
     AttentionMaskSpec,
-    PagedAttentionName,
-    VisiblePagedKeys,
 )
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels, RotaryAngles
@@ -50,7 +47,7 @@ from mega_trainer.model.latent_attention import LatentProjection
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm, PlainNorm
 from mega_trainer.model.rotary_embedding import RotaryEmbedding
-from mega_trainer.model.sparse_attention import score_index_keys, select_best_keys
+from mega_trainer.model.sparse_attention import PackedCacheAttention, score_index_keys, select_best_keys
 from mega_trainer.parallel.context_parallel import gather_context_parallel_tokens, residual_stream_token_ranges
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_region
@@ -388,7 +385,7 @@ class CompressedAttention(nn.Module):
 
 
 @dataclass(frozen=True)
-class CompressedCacheAttention(CacheAttentionFunction):
+class CompressedCacheAttention(PackedCacheAttention):
     """Attention function for the KV cache that computes entries of the cached tokens and attends to them.
 
     A query [1, w] is a token's queries of all heads, its index queries and their weights, one after the other; a key [1, w'] is a
@@ -415,19 +412,6 @@ class CompressedCacheAttention(CacheAttentionFunction):
             index = [torch.unflatten(queries[0], -1, (indexer.own_heads, -1)), queries[1], tokens[0]]
         main = torch.unflatten(main, -1, (self.heads, -1)).to(key.dtype)
         return mixer.attend_to_tokens(main, key, projected, sequence, *index)
-
-    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Compute the attention of one packed query per batch row [B, 1, w] to the cached tokens of that row."""
-        rows = [
-            self(row, k.transpose(1, 2), k.transpose(1, 2), CAUSAL)
-            for row, k in zip(q[:, None, None], keys, strict=True)
-        ]
-        return torch.cat(rows).squeeze(1)
-
-    def paged_attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
-    ) -> None:
-        """Return None: rows are computed one by one, since each has entries of its own."""
 
 
 def rotate_last_elements(kernels: Kernels, x: Tensor, angles: RotaryAngles, *, back: bool = False) -> Tensor:

@@ -238,8 +238,25 @@ class SparseLatentAttention(MultiLatentAttention):
         return self.project_outputs_from_latent(y)
 
 
+class PackedCacheAttention(CacheAttentionFunction):
+    """Attention function for the KV cache whose tokens are packed vectors, computed row by row in generation."""
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Compute the attention of one packed query per batch row [B, 1, w] to the packed cached tokens of that row."""
+        rows = [
+            self(row, k.transpose(1, 2), k.transpose(1, 2), CAUSAL)
+            for row, k in zip(q[:, None, None], keys, strict=True)
+        ]
+        return torch.cat(rows).squeeze(1)
+
+    def paged_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
+    ) -> None:
+        """Return None: rows are computed one by one, since each attends to tokens or entries of its own."""
+
+
 @dataclass(frozen=True)
-class SelectedCacheAttention(CacheAttentionFunction):
+class SelectedCacheAttention(PackedCacheAttention):
     """Attention function for the KV cache that attends to the cached tokens that an indexer selects.
 
     A query [1, w] is a token's queries of all heads in the latent space, its index queries and their weights, one after
@@ -263,19 +280,6 @@ class SelectedCacheAttention(CacheAttentionFunction):
             seen = self.indexer.select(self.indexer.score(queries, weights, index_key.squeeze(2)), seen)
         main = torch.unflatten(main, -1, (self.heads, -1)).to(k.dtype)
         return self.kernels.attention(main, keys, keys, seen.unsqueeze(1), self.how)
-
-    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Compute the attention of one packed query per batch row [B, 1, w] to the selected cached keys of that row."""
-        rows = [
-            self(row, k.transpose(1, 2), k.transpose(1, 2), CAUSAL)
-            for row, k in zip(q[:, None, None], keys, strict=True)
-        ]
-        return torch.cat(rows).squeeze(1)
-
-    def paged_attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
-    ) -> None:
-        """Return None: rows are computed one by one, since each selects its tokens."""
 
 
 @torch.no_grad()
