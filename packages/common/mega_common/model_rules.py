@@ -374,7 +374,7 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     named = len(expand_layer_pattern(model.layers or []))
     if named not in (model.num_layers, model.num_layers + model.mtp_layers):
         mtp = f" (or {model.num_layers + model.mtp_layers} with the mtp_layers)" if model.mtp_layers else ""
-        hint = "leave out num_layers, which follows from layers" if not model.mtp_layers else ""
+        hint = f"num_layers: {named}" if not model.mtp_layers else ""
         rule = f"conflicts with layers, which names {named} layers instead of {model.num_layers}{mtp}"
         yield ConfigProblem("num_layers", rule, model.num_layers, hint)
         return

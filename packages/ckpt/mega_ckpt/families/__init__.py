@@ -260,6 +260,11 @@ def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily
     for family, problems in found:
         if not problems:
             return family
+    if blocks := [*model.mixers, *model.feed_forwards]:
+        raise CheckpointError(
+            f"no HuggingFace family has {', '.join(blocks)}, which an extension adds",
+            hint="keep the model in mega's own format (--to mega); mega generate, eval and serve read it with --extension",
+        )
     nearest = sorted(found, key=lambda each: len(each[1]))[:_NEAREST]
     reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in nearest)
     raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mega_common.errors import ConfigError, MegaError
+from mega_common.errors import ConfigError
 from mega_common.extension_entries import DataKind
-from mega_common.extension_loader import locate_error
+from mega_common.extension_loader import name_extension_in_errors
 from mega_common.strict_config import StrictConfig
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
 from mega_data.sampling.dataset_parts import DatasetPart
@@ -44,20 +42,6 @@ class ExtensionSampleBuilder:
                 hint="docs/extensions.md lists the members of samples",
             )
         return CheckedSamples(self.title, package, samples, context.config.seq_length)
-
-
-@contextmanager
-def name_extension_in_errors(title: str, package: str) -> Iterator[None]:
-    """Convert errors of an extension's code to a `ConfigError` with its `title` and the place in its `package`."""
-    try:
-        yield
-    except MegaError:
-        raise
-    except Exception as error:
-        where = locate_error(error, package)
-        raise ConfigError(
-            f"{title} raised {type(error).__name__}: {error} {where}", hint="correct the extension"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mega_common.extension_block import (
     FunctionDeclaration,
 )
 from mega_common.extension_entries import Block, BlockTraits, Extension, Kernel, KernelOperation
-from mega_common.extension_loader import find_installed_extensions, load_extension, locate_error
+from mega_common.extension_loader import find_installed_extensions, load_extension, name_extension_in_errors
 from mega_common.layer_kinds import FEEDS, MIXERS
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import (
@@ -99,11 +99,25 @@ class ExtensionRegistry:
     def make_block_factories(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
         """Return functions `(build, layer) -> module` of the model's blocks of extensions, with their options bound."""
         return {
-            name: _bind_options(self.entries(kind)[name], section.options)
+            name: self._bind_block(kind, name, section.options)
             for kind in ("mixers", "feed_forwards")
             for name, section in getattr(model, kind).items()
             if name in self.entries(kind)
         }
+
+    def _bind_block(self, kind: str, name: str, options: Mapping[str, Any]) -> Callable[[Any, int], Any]:
+        block: Block = self.entries(kind)[name]
+        where = f"extension {self.find_extension(kind, name).name}: {name} in model.{kind}"
+        parsed = block.options.parse(options)
+
+        def build_block(build: Any, layer: int) -> Any:
+            from mega_trainer.model.extension_blocks import check_block_output  # imports torch
+
+            module = block.build(build, layer, parsed)
+            module.register_forward_hook(partial(check_block_output, where))
+            return module
+
+        return build_block
 
     def bind_extension_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
         """Return the functions of extensions that the model uses, with their options bound, by its fields such as `norm`."""
@@ -115,11 +129,6 @@ class ExtensionRegistry:
                 function = getattr(entry, FUNCTION_ATTRIBUTES[kind])
                 found[key] = partial(function, options=entry.options.parse(model.functions[name].options))
         return found
-
-
-def _bind_options(block: Block, options: Mapping[str, Any]) -> Callable[[Any, int], Any]:
-    parsed = block.options.parse(options)
-    return lambda build, layer: block.build(build, layer, parsed)
 
 
 def load_extensions(references: Iterable[str]) -> ExtensionRegistry:
@@ -184,7 +193,7 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
     Raises:
         ConfigError: for options that the extension does not accept, if it raises, or if tensors of two blocks have one name.
     """
-    out: dict[str, Any] = dict(model)
+    out = _add_named_blocks(model, registry)
     chosen = {
         (kind, name): options
         for kind in ("mixers", "feed_forwards")
@@ -212,6 +221,33 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
         declared = _declare_block(config, registry, kind, name, options)
         out[kind] = {**out[kind], name: {**options, "declares": declared.model_dump(mode="json")}}
     canonical_tensors(ModelConfig.model_validate(out))  # raises if two tensors have one name
+    return out
+
+
+def _add_named_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
+    """Return the section `model` with an empty section for each block of an extension that only `layers` names.
+
+    Raises:
+        ConfigError: for a name that no extension has but that is like one of theirs, or is of the other kind.
+    """
+    out: dict[str, Any] = dict(model)
+    layers = model.get("layers") if isinstance(model.get("layers"), list) else []
+    names = [name for item in layers or () for name in (item.get("of", ()) if isinstance(item, Mapping) else [item])]
+    used = {"layers": list(dict.fromkeys(half for name in map(str, names) for half in name.split("+")))}
+    added = {name: kind for kind in ("mixers", "feed_forwards") for name in registry.entries(kind)}
+    for kind in ("mixers", "feed_forwards"):
+        if isinstance(section := out.get(kind) or {}, Mapping):
+            used[kind] = [name for name, options in section.items() if "declares" not in (options or {})]
+            missing = [name for name in used["layers"] if added.get(name) == kind and name not in section]
+            out |= {kind: {**section, **{name: {} for name in missing}}} if missing else {}
+    for section, given in used.items() if added else ():
+        for name in given:
+            near = find_near_option(name, [*added, *MIXERS, *FEEDS])
+            if near in added and (name != near or added[near] != section != "layers"):
+                raise ConfigError(
+                    f"model.{section}: the extensions of this run have no {name!r} there",
+                    hint=f"did you mean {near!r} of model.{added[near]}?",
+                )
     return out
 
 
@@ -245,33 +281,23 @@ def _declare_block(
     from mega_trainer.model.extension_blocks import list_block_tensors  # imports torch
 
     block: Block = registry.entries(kind)[name]
-    extension, options = registry.find_extension(kind, name), block.options.model_validate(raw)
-    try:
+    extension, options = registry.find_extension(kind, name).name, block.options.model_validate(raw)
+    where = f"extension {extension}: {name} in model.{kind}"
+    layer = max((n for n, halves in enumerate(config.layer_kinds) if name in halves), default=0)
+    with name_extension_in_errors(where, str(getattr(block.build, "__module__", "")).partition(".")[0]):
         traits = block.declares(config, options)
         if not isinstance(traits, BlockTraits):
-            raise ConfigError(
-                f"extension {extension.name}: declares of {name} in model.{kind} returned {traits!r:.60}",
-                hint="return BlockTraits(...) from it",
-            )
+            raise ConfigError(f"{where}: declares returned {traits!r:.60}", hint="return BlockTraits(...) from it")
         tensors = list_block_tensors(
-            config, lambda build, layer: block.build(build, layer, options), recurrent=traits.recurrent
+            config, lambda build, layer: block.build(build, layer, options), where, layer, recurrent=traits.recurrent
         )
-    except ConfigError:
-        raise
-    except Exception as error:
-        where = locate_error(error, str(getattr(block.build, "__module__", "")).partition(".")[0])
-        raise ConfigError(
-            f"extension {extension.name}: {name} in model.{kind} raised {type(error).__name__}: {error} {where}",
-            hint="correct the extension",
-        ) from error
     facts = {**asdict(traits), "shared_heads": traits.shared_heads or traits.heads}
     if facts["heads"] % facts["shared_heads"]:
         raise ConfigError(
-            f"extension {extension.name}: shared_heads = {traits.shared_heads} of {name} in model.{kind} must divide "
-            f"heads = {traits.heads}",
+            f"{where}: shared_heads = {traits.shared_heads} must divide heads = {traits.heads}",
             hint="correct the options or what declares returns",
         )
-    return BlockDeclaration(extension=extension.name, tensors=tensors, **facts)
+    return BlockDeclaration(extension=extension, tensors=tensors, **facts)
 
 
 def find_extension_entry_problems(

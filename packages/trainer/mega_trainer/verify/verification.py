@@ -45,7 +45,7 @@ from mega_trainer.verify.local_examination import (
     verify_layout_cases,
 )
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
-from mega_trainer.verify.tiny_model import TinyModelRun
+from mega_trainer.verify.tiny_model import TinyModelRun, list_chunked_mixers
 
 MOST_RANKS = 8
 CANDIDATES = 300  # legal layouts that a covering is chosen from
@@ -223,6 +223,11 @@ class Verification:
                 stepwise = {**model, section: {**model[section], "chunk_size": 1}}
                 name = f"{section}: token by token against chunks of {model[section]['chunk_size']}"
                 found.append(("chunk size", name, replace(first, model=stepwise), first))
+        for name in list_chunked_mixers(self._tiny.config):
+            stepwise = {**model, "mixers": {**model["mixers"], name: {**model["mixers"][name], "chunk_size": 1}}}
+            found.append(
+                ("chunk size", f"{name}: token by token against chunks", replace(first, model=stepwise), first)
+            )
         return found
 
     def _check_single_process(self) -> Iterator[VerifyCheckRow]:
@@ -231,7 +236,7 @@ class Verification:
         Raises:
             ConfigError: when one process cannot train the tiny model.
         """
-        pairs, begin = self._single_pairs, time.monotonic()
+        pairs, begin, done = self._single_pairs, time.monotonic(), 0
         work = [(case, reference) for _, _, case, reference in pairs]
         try:
             for (check, name, case, _), (found,) in zip(
@@ -248,9 +253,10 @@ class Verification:
                 yield VerifyCheckRow(
                     check, name, 1, verdict.errors[kind], bounds[kind], ", ".join(wrong), time.monotonic() - begin
                 )
-                begin = time.monotonic()
+                begin, done = time.monotonic(), done + 1
         except (RankError, TimeoutError) as error:
-            raise ConfigError(f"one process cannot train the tiny model: {describe_rank_error(error)}") from error
+            text = f"one process cannot train the tiny model ({pairs[done][1]}): {describe_rank_error(error)}"
+            raise ConfigError(text) from error
 
     def _check_kernels(self) -> Iterator[VerifyCheckRow]:
         """Yield the comparison of each kernel of an extension with mega's."""
