@@ -188,9 +188,7 @@ def _describe_error(error: Exception, *, debug: bool) -> tuple[str, int]:
         return f"error: {describe_disk_error(error)[0]}", 2 if wrong_path else 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if place := find_extension_line(error):
-        return f"error: the code of an extension raised {text} {place}\n  " + "; ".join(
-            ["correct the extension", *how]
-        ), 2
+        return f"error: an extension raised {text} {place}\n  " + "; ".join(["correct the extension", *how]), 2
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
     return "\n".join([f"internal error: {text}", *how]), 1
 

@@ -101,7 +101,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"layers": []}, "layers = []: must name at least one layer: a mixer"),
         (
             {"layers": "*-*"},
-            "num_layers = 2: conflicts with layers, which names 3 layers instead of 2 -> leave out num_layers",
+            "num_layers = 2: conflicts with layers, which names 3 layers instead of 2 -> num_layers: 3",
         ),
         ({"layers": "M-"}, "mamba: is required: layers names layers of this kind"),
         ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: must be greater than 0"),

@@ -1,4 +1,5 @@
 """Token mixer `my_extension`: causal attention whose heads have a learned temperature. Change it to yours.
+A recurrent one is written with `RecurrentMixer`: docs/extensions.md of mega has an example.
 
     y = softmax(exp(temperature) q k^T / sqrt(d)) v
 

@@ -55,13 +55,13 @@ def name_extension_in_errors(title: str, package: str, hint: str = "correct the 
         yield
     except MegaError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = find_extension_line(error, package) or _format_lines(list(traceback.walk_tb(error.__traceback__)))
         where = "" if isinstance(error, SyntaxError) else f" {where}"
         raise ConfigError(f"{title} raised {type(error).__name__}: {error}{where}", hint=hint) from error
 
 
-def find_extension_line(error: Exception, package: str = "") -> str:
+def find_extension_line(error: BaseException, package: str = "") -> str:
     """Return the innermost line of an extension's file or `package` in an error's traceback, such as `(mine.py, line 2)`.
     It is "" without one.
     """

@@ -143,10 +143,8 @@ def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Ten
     from mega_trainer.model.weight_init import initialize_weights
 
     config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
-    blocks, functions = (
-        config.registry.make_block_factories(config.model),
-        config.registry.bind_extension_functions(config.model),
-    )
+    blocks = config.registry.make_block_factories(config.model)
+    functions = config.registry.bind_extension_functions(config.model)
     build = LayerBuilder(config.model, dtype=torch.float64, blocks=blocks, functions=functions)
     model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
     initialize_weights(model, seed)

@@ -42,6 +42,7 @@ def parse(**raw: Any) -> RunConfig:
         ("1 / 0", "loading it raised ZeroDivisionError: division by zero (mine.py, line 2)"),
         ("import json; json.loads('{')", "line 1 column 2 (char 1) (mine.py, line 2)"),
         ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("raise SystemExit(3)", "loading it raised SystemExit: 3 (mine.py, line 2)"),
         ("EXTENSIONS = 1", "must have a constant EXTENSION"),
         ("EXTENSION = Extension(name='x', version='1', api=99)", "was written for version 99"),
         ("EXTENSION = Extension(name='x', version='1', api=0)", "update the extension"),
@@ -103,6 +104,7 @@ def test_two_extensions_with_one_name(tmp_path: Path) -> None:
     files = [write(tmp_path, text.format(name), f"{name}.py") for name in "ab"]
     with pytest.raises(ConfigError, match="'flat' in schedules is already used by a"):
         load_extensions(files)
+    assert parse(extensions=files[0]).registry.versions == {"a": "1"}  # one needs no list
     assert load_extensions([files[0], files[0]]).versions == {"a": "1"}
 
 

@@ -468,9 +468,11 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
-    named = raw["extensions"] if isinstance(raw.get("extensions"), list) else []
+    named = [given] if isinstance(given := raw.get("extensions"), str) else given if isinstance(given, list) else []
     names = [str(base / name) if is_extension_path(name) else name for name in map(str, named)]
-    if base != Path() and names:  # a workflow's run is checked from another folder than it runs in
+    if isinstance(given, str) or (
+        base != Path() and names
+    ):  # a workflow's run is checked from another folder than it runs in
         out["extensions"] = names
     registry = load_extensions(names)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
