@@ -29,7 +29,7 @@ class CollectiveWork(Protocol):
     """Handle of an asynchronous collective; call `wait` before the output is used."""
 
     def wait(self) -> object:
-        """Block until the collective has finished and the output may be used."""
+        """Wait until the output may be used: on a GPU the current stream waits, on a CPU the host."""
 
 
 class CompletedCollective:
@@ -41,8 +41,8 @@ class CompletedCollective:
 
 @dataclass
 class CommTrafficCounter:
-    """Traffic counter of the communication groups that share it.
-    It maps (group, operation) to [calls, bytes sent or received by a rank].
+    """Counter of this rank's collective calls and their bytes, by (group name, operation).
+    `counts` maps each pair to [calls, bytes]; groups that share the counter are counted together if they share a name.
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -97,10 +97,7 @@ class CommGroup:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record the start of a collective operation on `tensor`.
-        This group becomes `CommGroup.latest`, which the hang watchdog reports, and the call is counted in the traffic
-        log, if there is one.
-        """
+        """Make this group `CommGroup.latest`, for the hang watchdog, and count the call in the traffic log, if any."""
         CommGroup.latest = self
         if self.log is not None:
             self.log.count_call(self.name, operation, tensor)
@@ -116,9 +113,7 @@ class PendingCollective:
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective operation has finished.
-        Its group first becomes `CommGroup.latest`, which the hang watchdog reports.
-        """
+        """Wait for the collective, after making its group `CommGroup.latest`, which the hang watchdog reports."""
         CommGroup.latest = self.group
         self.work.wait()
 
@@ -131,7 +126,9 @@ def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
 def all_reduce(
     tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Reduce `tensor` over the group, in place, without a gradient. Returns the work to wait for when `async_op`."""
+    """All-reduce `tensor` over the group, in place, without a gradient.
+    Return the work to wait for with `async_op`, or None when the result is complete.
+    """
     if group.size == 1:
         return None
     group.record_call("all_reduce", tensor)
@@ -147,11 +144,9 @@ def all_reduce(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
-    """Raise an error of any rank in the `with` block on all ranks of the group, so that none waits forever.
-    If several ranks have an error, all raise the first rank's.
-
-    Raises:
-        MegaError: of any rank.
+    """Raise a `MegaError` of any rank's `with` block on all ranks of the group, so that none waits forever.
+    If several ranks have an error, all raise the first rank's. All ranks must run the block; an exception of another
+    type stays on its rank.
     """
     met: list[MegaError | None] = [None] * group.size
     try:
@@ -297,7 +292,7 @@ def all_to_all_into(
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """Transfer around a ring of ranks in progress.
+    """Ring exchange in progress: this rank's tensor to the next rank, and the previous rank's to this one.
     `sent` goes to the next rank; the previous rank's tensor arrives in `arriving`.
     """
 
@@ -306,9 +301,7 @@ class RingTransfer:
     works: Sequence[CollectiveWork]
 
     def wait(self) -> Tensor:
-        """Wait for the ring transfer and return the tensor of the previous rank.
-        The call blocks until this rank has sent and received.
-        """
+        """Wait for the ring exchange, sent and received, and return the tensor of the previous rank."""
         for work in self.works:
             work.wait()
         return self.arriving
@@ -345,7 +338,7 @@ _SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether torch raised `error` because another rank, or the job's key-value store, does not answer."""
+    """Return whether a torch error's type or message says that another rank or the key-value store is lost."""
     return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 
