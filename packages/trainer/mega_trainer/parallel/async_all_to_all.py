@@ -65,8 +65,8 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send rows to the other ranks of an all-to-all.
-        The first of `rows` are sent; the returned tensor of received rows is complete after `wait_for_table`.
+        """Start the all-to-all of the forward and return the table of received rows, complete after `wait_for_table`.
+        The first of `rows` are sent.
         """
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]

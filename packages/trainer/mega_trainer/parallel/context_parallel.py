@@ -68,9 +68,7 @@ class ContextParallelAttention(Protocol):
 def make_context_parallel_attention(
     kind: ContextParallelKind, group: CommGroup, kernels: Kernels
 ) -> ContextParallelAttention | None:
-    """Return the context-parallel attention over a group: ring, allgather or alltoall.
-    `kind` names it; the result is None if `group` has one rank.
-    """
+    """Return the context-parallel attention of `kind` (ring, allgather, alltoall), or None in a group of one rank."""
     if group.size == 1:
         return None
     if kind == "alltoall":
@@ -110,7 +108,7 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 
 
 def gather_context_parallel_tokens(x: Tensor, group: CommGroup) -> Tensor:
-    """Gather [B, s, w] of this context rank's tokens to [B, S, w] of the whole sequence, in its order.
+    """Gather the tokens x [B, s, w] of all context ranks to the whole sequence [B, S, w], in sequence order.
     The backward sums the gradients of all ranks.
     """
     if group.size == 1:
@@ -143,10 +141,9 @@ class KeyValueExchange(Protocol):
         """
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call a function with every context-parallel rank's keys and values, and sum the gradients that it returns.
-        Return the gradient of this rank's keys and values, `mine`, summed over what `work` returned on all ranks.
-
-        Calls `work` as `visit_all_ranks` does; it returns partial gradients in at least fp32.
+        """Return the gradient of this rank's keys and values, summed over what a function returns on all ranks.
+        The function is `work`, called with every rank's number and packed keys and values, this rank's (`mine`) first.
+        It returns the gradient of those keys and values from this rank's queries, in at least fp32.
         """
 
 
@@ -168,7 +165,7 @@ class RingKeyValueExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum the gradients of every rank's keys and values, which are passed around a ring.
+        """Return the gradient of this rank's keys and values, summed over all ranks around a ring.
         Call `work` with each rank's keys and values; the sum of the gradients that it returns follows one step behind,
         and a last step brings it to its rank.
         """
@@ -208,8 +205,8 @@ class AllGatherKeyValueExchange:
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum the gradients of every rank's keys and values, which come from an all-gather, by reduce-scatter.
-        Call `work` with each rank's keys and values, and return the gradient of this rank's, summed over all ranks.
+        """Return the gradient of this rank's keys and values, summed over all ranks by reduce-scatter.
+        Call `work` with each rank's keys and values, which come from an all-gather.
         """
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
@@ -462,7 +459,7 @@ class UlyssesAttention:
         return self.exchange_heads_for_tokens(attend_whole(q, k, v, how, own.start))
 
     def local_head_slice(self, heads: int) -> slice:
-        """Return the slice of `heads` heads that this rank computes between the two exchanges."""
+        """Return the slice of `heads` attention heads that this context rank computes for the whole sequence."""
         first = self.group.rank * heads // self.group.size
         return slice(first, first + max(1, heads // self.group.size))
 

@@ -73,7 +73,7 @@ def sort_rows_by_expert(
     rows: int,
     sum_rows: Callable[..., Tensor] = sum_choice_rows,
 ) -> SortedExpertRows:
-    """Return the rows of T tokens for this rank's experts, sorted by expert, without communication.
+    """Return T tokens as rows for this rank's experts, sorted by expert; choices beyond `rows` are dropped.
 
     Args:
         x: [T, D].
@@ -125,8 +125,8 @@ class ExpertDispatcher(Protocol):
 
 
 def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Apply experts to dispatched tokens and return the weighted sums of their outputs [N, D].
-    They are zero for tokens without experts. Also return the number of dropped choices.
+    """Apply experts to dispatched tokens; return the weighted sums of their outputs [N, D] and the dropped choices.
+    The sums are zero for tokens without experts; the dropped choices are a number.
     """
     received = dispatch.wait_for_rows()
     y = experts(received.x, received.weights, received.rows)

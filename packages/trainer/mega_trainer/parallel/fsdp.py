@@ -69,7 +69,7 @@ def fully_shard_stage(
     layers: int = 1,
     gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
-    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place.
+    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place; the values of its parameters are lost.
     Each parameter becomes a `DTensor` of which a rank has some rows; `layers` layers' weights are gathered together.
 
     Args:
@@ -242,7 +242,7 @@ class FsdpUnitGradients:
                 parameter.register_post_accumulate_grad_hook(self._grad_completed)  # type: ignore[no-untyped-call]
 
     def expect_last_backward(self) -> None:
-        """Prepare for the step's last backward, after which the gradients are all-reduced over copies of the weights."""
+        """Prepare for the step's last backward, after which gradients are all-reduced over copies of the weights."""
         self._missing = set(self._parameters) if self._copies.size > 1 else set()
 
     def _grad_completed(self, parameter: Tensor) -> None:

@@ -143,11 +143,11 @@ class SymmetricMemoryAllToAll:
     _stream: torch.cuda.Stream | None = None
 
     def scatter_token_rows(self, x: Tensor, slots: ExpertRowAssignment) -> Tensor:
-        """Copy tokens to their rows in the memory from which they are sent; a row without a token has arbitrary values."""
+        """Copy tokens to their rows in the symmetric memory they are sent from; rows without a token are arbitrary."""
         return self.leaves(scatter_token_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Sum, for each token, the rows with its `numbers`, int64 [N, K], into the memory from which the sums are sent."""
+        """Sum, for each token, the rows with its `numbers`, [N, K], into the symmetric memory it is sent from."""
         return self.leaves(sum_token_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
@@ -218,7 +218,7 @@ class _LaunchedWork:
 
 
 def allocate_symmetric_memory(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
-    """Allocate tensors to send and to receive in symmetric memory.
+    """Allocate tensors to send and receive rows, in symmetric memory on GPUs and in ordinary memory on a CPU.
     They have at least `length` rows of this width, and `like`'s dtype and device. A collective call of the group.
 
     Raises:

@@ -177,7 +177,9 @@ class ParallelLinearFunction:
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
 
     def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b, not differentiable, from a weight of `prepare_weight_operand`; otherwise as a call."""
+        """Return Y = X W^T + b without a gradient, from a weight that `prepare_weight_operand` returned.
+        X is gathered with `sp`.
+        """
         return self.gemms.linear_forward(self.gather_input(x), weight, bias)
 
     def gather_input(self, x: Tensor) -> Tensor:

@@ -185,7 +185,9 @@ class ShardedStage(Protocol):
         """Discard the gradients of the previous step."""
 
     def backward_context(self, last: bool) -> AbstractContextManager[None]:
-        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        """Accumulate the gradients of the backward that runs in the `with` block, and start reductions that are due.
+        `last` marks the last backward of the step.
+        """
 
     def finish_gradients(self) -> None:
         """Complete the gradients of a training step over all ranks that share them.

@@ -86,8 +86,8 @@ def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] under sequence parallelism (`sp`).
-    Without sequence parallelism, return x. The backward sums the gradients of all ranks.
+    """Gather x [B, S/T, D] over T tensor ranks to [B, S, D] under sequence parallelism (`sp`), else return x.
+    The backward sums the gradients of all ranks.
     """
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
@@ -101,9 +101,7 @@ def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the slice of a sequence of `length` tokens in this rank's residual stream.
-    It is the rank's share under sequence parallelism (`sp`), else all.
-    """
+    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its share if `sp`, or all."""
     share = length // group.size
     return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
 
@@ -274,7 +272,7 @@ class SplitHeads:
 def get_fused_heads_layout(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return the local shape and head positions of a parameter that fuses several tensors split by heads.
+    """Return the local shape of a parameter that fuses this tensor rank's heads of several tensors, and its pieces.
     The parameter concatenates this tensor rank's heads of several tensors [count * size, *tail]; a position is the one
     of a head in its global tensor.
 

@@ -190,7 +190,9 @@ class FlatBufferStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        """Accumulate the gradients of the backward in the `with` block, and start the reductions of complete buckets.
+        Under ZeRO-0 and ZeRO-1 only the step's last backward (`last`) reduces, under ZeRO-2 each one.
+        """
         self._waiting.extend(bucket for bucket in self._buckets if bucket.should_reduce(last))
         for bucket in self._waiting:
             bucket.begin_backward()
@@ -271,7 +273,7 @@ class FlatBufferStage:
 
 
 def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardGatherUnit] = ()) -> FlatBufferStage:
-    """Move the parameters of a model (or of one pipeline stage) into flat buffers by param group, and return the stage.
+    """Move the trainable parameters of a model or pipeline stage into flat buffers by param group; return the stage.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.
