@@ -82,14 +82,12 @@ class PipelineStageLayers:
     has_embedding_and_head: bool = False
 
     def has_embedding_used_by_other_stage(self, config: ModelConfig) -> bool:
-        """Return whether the output head's stage gets the embedding of this stage.
-        The two stages are on the same rank.
-        """
+        """Return whether this stage lends its embedding to the output head's stage, which is on the same rank."""
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod
     def for_whole_model(cls, config: ModelConfig) -> PipelineStageLayers:
-        """Return the `PipelineStageLayers` of a single stage with the whole model."""
+        """Return the layers of a single stage that has the whole model."""
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
@@ -237,7 +235,7 @@ class Decoder(nn.Module):
         return units
 
     def materialize(self, device: torch.device) -> None:
-        """Give parameters and buffers on the meta device uninitialised memory on `device`."""
+        """Give all parameters and buffers uninitialised memory on `device`, after a build on the meta device."""
         self.to_empty(device=device)
 
     @property
@@ -320,9 +318,8 @@ class Decoder(nn.Module):
         )
 
     def encode_images(self, images: BatchImages | None) -> BatchImages | None:
-        """Return the images with features computed by the vision encoder.
-        They are unchanged without a vision encoder, or if they have features. A collective call of the ranks that share
-        them.
+        """Return images with features from the vision encoder; unchanged if they have some or there is no encoder.
+        A collective call of the ranks that share the images.
         """
         if self.vision is None or images is None or images.features is not None:
             return images
@@ -440,7 +437,8 @@ class Decoder(nn.Module):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Run this pipeline stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+        """Run this stage on a micro-batch; return hidden states or, in the last stage, `compute_objective`'s result.
+        It is one forward, so that ZeRO-3 gathers weights around it.
 
         Args:
             x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.

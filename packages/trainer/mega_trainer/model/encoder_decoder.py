@@ -119,8 +119,8 @@ class EncoderDecoderModel(Decoder):
         return replace(context, source=EncoderContext(own, self._local_length(length), source.attention_mask))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass encoder and decoder hidden states through this stage's layers.
-        With a KV cache, pass them through the decoder's alone, since the cache has the encoder's keys and values.
+        """Pass encoder and decoder hidden states through this stage's layers; with a KV cache, the decoder's alone.
+        The cache has the encoder's keys and values.
         """
         if context.cache is not None:
             own = replace(context, relative=self._position_bias(causal=True))

@@ -70,7 +70,7 @@ def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequenc
 
 
 def sinkhorn_normalize(logits: Tensor) -> Tensor:
-    """Scale the exponentials of router logits [B, S, E] until all experts have equal sums (Sinkhorn).
+    """Scale exp(router logits [B, S, E]) until a sequence's tokens, and its experts, have equal sums (Sinkhorn).
     The exponentials of each sequence are scaled by rows and columns; a row of -inf does not belong to a token.
     """
     top = logits.amax(-1, keepdim=True)
@@ -112,14 +112,14 @@ class ExpertTable(NonTrainableBuffer):
         self.reset_values()
 
     def reset_values(self) -> None:
-        """Fill the table with its initial experts."""
+        """Fill the table with random experts that depend on its name alone."""
         stream = torch.Generator().manual_seed(int.from_bytes(sha256(self.name.encode()).digest()[:7], "big"))
         for rows in torch.split(self.values, ROWS) if self.values.device.type != "meta" else ():
             order = torch.rand(len(rows), self.experts, generator=stream).topk(rows.shape[1], -1).indices
             rows.copy_(order)
 
     def forward(self, tokens: RoutedTokens) -> Tensor:
-        """Return the experts of tokens, int64 [N, K]."""
+        """Return the stored experts of each token by its token id, int64 [N, K]."""
         assert tokens.token_ids is not None, "a forward pass of a model with moe.hash_layers requires token ids"
         experts: Tensor = self.values[tokens.token_ids]
         return experts
@@ -158,8 +158,8 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x [N, D] to K experts each in a mixture-of-experts layer.
-        Return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for the experts.
+        """Return K experts for each token of x [N, D] (-1: none), their weights, and x as the experts' input.
+        Experts are int64 [N, K], weights [N, K].
 
         With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
         auxiliary losses are attached to the weights.

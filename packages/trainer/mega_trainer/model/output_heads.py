@@ -59,7 +59,7 @@ class MaskedLanguageHead(nn.Module):
 
 
 class SequencePooler(nn.Module):
-    """BERT's pooler act(W x + b) of the first token, with an optional classifier of whether two segments are swapped."""
+    """BERT's pooler act(W x + b) of the first token, with an optional classifier of swapped segments."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
 def invert_softplus_of_steps(logarithms: Tensor, least: float) -> Tensor:
-    """Return the inverse softplus of step sizes, given as logarithms, of at least `least`: the initial bias of steps."""
+    """Return the inverse softplus of step sizes exp(`logarithms`), at least `least`: initial biases of step sizes."""
     steps = logarithms.exp().clamp(min=least)
     return steps + torch.log(-torch.expm1(-steps))
 
@@ -95,10 +95,8 @@ class ShortConvolution(nn.Module):
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens x [B, S, c] in generation, after the k - 1 tokens before them.
-        `tail` are these tokens (zeros at first); each batch row is one document.
-
-        Returns the result and the new tail.
+        """Convolve the next tokens x [B, S, c] in generation after `tail`, and return the result and the new tail.
+        `tail` are the k - 1 tokens before x (zeros at first); each batch row is one document.
         """
         return self._convolve(x, tail, None), torch.cat([tail, x], 1)[:, x.shape[1] :]
 

@@ -97,7 +97,7 @@ class LossTargets(Protocol):
     """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the losses [n] of some tokens from their logits, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the losses [n], of some tokens from their logits.
         The tokens are in the slice `part`, the logits are [n, R] over this rank's vocabulary rows, and the losses have
         at least fp32. The tensors are for `logits_to_gradient`.
         """
@@ -119,7 +119,7 @@ class LabelTargets:
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the cross entropies [n] of some tokens' labels, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the cross entropies [n] of some tokens' labels.
         The tokens are in the slice `part`, and the logits are [n, R] over this rank's vocabulary rows. The tensors are
         for `logits_to_gradient`.
         """
@@ -161,7 +161,7 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the cross entropies of labels, and each token's cross entropy [N].
+    """Return the weighted sum of the tokens' cross entropies with their labels, and each token's loss [N].
     They are computed from `hidden` and the output matrix `head`, split over `group`, without keeping the logits.
 
     Args:
@@ -354,7 +354,7 @@ class TeacherTargets:
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the distillation losses [n] of some tokens, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the distillation losses [n] of some tokens.
         A loss is a divergence from the teacher. The tokens are in the slice `part`, and the logits are [n, R] over this
         rank's vocabulary rows. The tensors are for `logits_to_gradient`.
         """
@@ -387,8 +387,8 @@ def topk_log_probs(
     softcap: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` most likely next tokens over all ranks' vocabulary rows in descending order.
-    They are ids int64 [N, K] and log-probabilities [N, K].
+    """Return ids and log-probabilities of the `count` most likely next tokens over all ranks' vocabulary, best first.
+    They are int64 [N, K] and [N, K].
 
     Log-probabilities are in at least fp32.
 

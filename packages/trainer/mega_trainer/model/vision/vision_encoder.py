@@ -43,7 +43,9 @@ class _FullAttention:
 
 
 class VisionEncoder(nn.Module):
-    """Vision encoder: patches of images to the output of one of its layers. Later layers are loaded but not computed."""
+    """Vision encoder from image patches to the output of one of its layers; later layers are not computed.
+    They are loaded, as checkpoints contain them.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
