@@ -86,7 +86,7 @@ class PipelineSchedule:
 
     @cached_property
     def ranks(self) -> tuple[tuple[PipelineOp, ...], ...]:
-        """Operations of each pipeline rank with the sends and receives of its messages, in the order in which it runs them."""
+        """Operations of each pipeline rank in the order in which it runs them, with sends and receives."""
         return _add_messages(self.orders, self.owners, self.pairs)
 
     def stages_of_rank(self, rank: int) -> list[int]:
