@@ -205,7 +205,7 @@ class VisiblePagedKeys:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Number of cached keys of each row, int32 [N]."""
+        """Number of cached keys of each row, with those that a window hides, int32 [N]."""
         return self.stop.int()
 
     @cached_property

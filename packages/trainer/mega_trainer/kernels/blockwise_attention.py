@@ -91,7 +91,9 @@ def compute_attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tens
 def attend_block(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to one block of keys, by `flash` or in tiles."""
+    """Return the attention to one block of keys and the log-sum-exp of its scores, by `flash` or in tiles.
+    Not differentiable; arguments and results are as in `Kernels.attend_block`.
+    """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused(flash, q, k, v, mask, how)
     if isinstance(mask, PackedDocumentMask):

@@ -115,7 +115,7 @@ class Kernels(Protocol):
         """
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare a stack of G weights W [G, N, D] (for example quantise it) for `grouped_linear` and `grouped_dgrad`."""
+        """Prepare a stack of weights W [G, N, D] (for example quantise it) for `grouped_linear` and `grouped_dgrad`."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
         """Prepare an output gradient dY [.., N] (for example quantise it) for `linear_dgrad` and `linear_wgrad`."""
@@ -173,8 +173,7 @@ class Kernels(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention with grouped queries (GQA).
-        The mask is `mask`; scores are transformed by `how`.
+        """Compute scaled dot-product attention with grouped queries (GQA), a `mask` and transformed scores (`how`).
 
         q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. A `mask` tensor is
         boolean, broadcastable to [B, H, S, T], True where a query attends to a key.
@@ -258,7 +257,7 @@ class Kernels(Protocol):
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, or of Mamba-1's if decays are of channels, [B, S, heads, channels].
+        """Return the outputs [B, S, heads, channels] of Mamba-2's recurrence, or of Mamba-1's by the shape of `decay`.
         They have at least the precision of x; `states` passes states between chunks (a `ScanPass`).
         """
 

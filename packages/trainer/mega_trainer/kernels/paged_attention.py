@@ -45,7 +45,7 @@ def supports_paged_attention(
     rows: VisiblePagedKeys,
     how: AttentionScoreTransform,
 ) -> bool:
-    """Return whether the implementation called `name` supports a call with the arguments of `Kernels.paged_attention`."""
+    """Return whether the implementation `name` supports a call with the arguments of `Kernels.paged_attention`."""
     if name == "gathered":
         return how.bias is None or (how.softcap is None and how.sinks is None)
     if name == "flash":

@@ -62,7 +62,7 @@ class SequenceChunks:
 
     @cached_property
     def same_document_mask(self) -> Tensor | None:
-        """Mask of the token pairs of each chunk that are in one document: bool [batch, n, size, size]; None if all are."""
+        """Mask of the token pairs of a chunk that are in one document: bool [batch, n, size, size]; None if all are."""
         starts = self.chunk_document_starts
         return None if starts is None else starts[..., :, None] == starts[..., None, :]
 
