@@ -149,14 +149,14 @@ class PolicyObjective(TrainingObjective):
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of the number of the step's loss terms, all of which is on the first rank.
-        `count_step_terms` returns the number.
+        """Return 1 on the first rank and 0 on others, this rank's share of the step's loss terms.
+        It is followed by infinity for each MTP layer. Without a batch, every rank's share is 0.
         """
         counts = batch is not None and self.groups.world.rank == 0
         return [float(counts), *[float("inf")] * self.mtp_layers]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return micro-batches of the sampled answers to this rank's prompts.
+        """Sample answers to the step's prompts, or reuse a rollout's, and return micro-batches of this rank's answers.
         They have a function that computes the weights of their tokens; `batch` has the prompts. A collective call of
         all ranks.
 
@@ -305,8 +305,8 @@ class PolicyObjective(TrainingObjective):
         return get_context_rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
 
     def compute_token_weights(self, log_probs: Tensor, samples: PolicySamples) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the policy loss.
-        The weight is minus the policy loss's gradient. The loss and metrics are added to this objective's sums.
+        """Return minus the gradient of the policy loss in each label's log-probability in a micro-batch [B, s].
+        The loss and metrics are added to this objective's sums.
         """
         settings = self.config.objective
         with torch.enable_grad():
@@ -345,7 +345,7 @@ def pad_texts_to_rows(
     texts: Sequence[Sequence[int]], prompts: Sequence[int], length: int, samples: Sequence[int]
 ) -> StepBatch:
     """Return one padded row of `length` positions for each text of at most `length` + 1 tokens.
-    A row has loss behind its prompt of `prompts` tokens; padding is a separate document.
+    Labels after a text's prompt, of `prompts` tokens, have loss weight 1; padding is a separate document.
     """
     tokens, labels, positions = (np.zeros((len(texts), length), np.int64) for _ in range(3))
     weights, documents = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)

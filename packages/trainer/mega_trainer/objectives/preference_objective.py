@@ -242,8 +242,8 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the preference loss.
-        The weight is minus the preference loss's gradient. The losses and metrics are added to this objective's sums.
+        """Return minus the gradient of the preference loss in each label's log-probability in a micro-batch [B, s].
+        The losses and metrics are added to this objective's sums.
         """
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()

@@ -12,7 +12,7 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 
 
 class TokenLossObjective(TrainingObjective):
-    """Mean over unmasked tokens of a function f(log p, log Z) of each token.
+    """Objective of an extension: mean over unmasked tokens of a function f(log p, log Z) of each token.
     p is the probability of the label, and Z the sum of the exponentials of the logits.
 
     Losses of multi-token prediction and the validation loss stay cross entropies.

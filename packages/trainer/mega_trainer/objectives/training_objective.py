@@ -51,8 +51,8 @@ class TrainingObjective:
         return micro
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Append the sums of the objective's further metrics to this rank's loss sums of a step.
-        Return the loss sums `sums` with the appended sums; ordinary training has none.
+        """Return this rank's loss sums of a step (`sums`), followed by the sums of the objective's metrics.
+        Ordinary training has no such metrics.
         """
         return sums
 
