@@ -49,7 +49,7 @@ class EightBitMoment:
         return to_host(values)
 
     def pack_values(self, values: Tensor) -> None:
-        """Quantise values fp32 [n] in host memory to 8-bit codes and scales; values from `unpack_values` are kept exactly.
+        """Quantise values fp32 [n] in host memory to 8-bit codes and scales, exactly if they are from `unpack_values`.
 
         The library quantises by a table on a CPU, which does not round each value to the nearest one.
         """
@@ -121,7 +121,7 @@ class AdamW8bitUpdateRule:
                 yield from (moment.codes, moment.scales)
 
     def other_checkpoint_tensors(self, *, to_save: bool) -> dict[str, ShardedTensor]:
-        """Return nothing, as `state_tensors` has all state."""
+        """Return no tensors, as `state_tensors` has all state."""
         return {}
 
     def pack_loaded_state(self) -> None:

@@ -35,7 +35,9 @@ class ElementwiseUpdate(Protocol):
 
 
 class LionUpdate:
-    """Lion (arXiv:2302.06675): the sign of an interpolation between the momentum and the gradient, and decoupled weight decay."""
+    """Lion update (arXiv:2302.06675), by the sign of interpolated momentum and gradient.
+    Weight decay is decoupled.
+    """
 
     state: Sequence[str] = ("exp_avg",)
 

@@ -60,7 +60,7 @@ def _all_gather(sums: Tensor, group: CommGroup | None) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], leaves: FusibleFunctionCompiler) -> Tensor:
-    """Return the sum of the squares of all elements as [1, 2] fp64: the sum, and the correction with its lower digits."""
+    """Return the sum of the squares of all elements, fp64 [1, 2]: the sum, and a correction with its lower digits."""
     fewest, _ = WIDTHS[tensors[0].device.type]
     sums = torch.cat([leaves(sum_squares_with_compensation, block) for block in _split_blocks(tensors)], 1)
     while sums.shape[1] > ROWS * fewest:

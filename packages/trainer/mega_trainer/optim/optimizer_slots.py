@@ -44,8 +44,8 @@ class OptimizerSlot:
 
     @classmethod
     def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
-        """Return the optimizer slot of a parameter shard.
-        Low-precision weights get fp32 main weights, with `offload` in host memory.
+        """Return the optimizer slot of a parameter shard, with fp32 main weights if its weights are in low precision.
+        With `offload`, main weights are in host memory.
 
         A shard whose length needs padding is copied too, on its device: rows of ZeRO-3, usually only norms and biases.
         """
@@ -66,14 +66,12 @@ class OptimizerSlot:
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
     def copy_grad_to_main(self) -> None:
-        """Copy the gradient to the device of the main weights (such as host memory).
-        This is done if the slot has a separate copy of the gradient.
-        """
+        """Copy the gradient to the main weights' device (such as host memory), if the slot has a separate copy."""
         if self.grads is not self.shard.grads:
             self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
 
     def copy_main_to_model(self) -> None:
-        """Copy the updated main weights to the model's weights, rounding to their dtype."""
+        """Copy the main weights to the model's weights, rounded to their dtype; do nothing if they share memory."""
         if self.has_separate_main_weights:
             self.shard.weights.copy_(self._own(self.main), non_blocking=True)
 
@@ -158,7 +156,7 @@ class UpdateRule(Protocol):
 
 @runtime_checkable
 class OtherStateRule(Protocol):
-    """Interface of an `UpdateRule` whose state is not, or not only, one tensor of its values for each slot."""
+    """Interface of an `UpdateRule` with other state than one tensor for each slot, such as SOAP's."""
 
     def other_tensors(self) -> Iterable[Tensor]:
         """Return the tensors that are kept between updates, in place of those of `state_tensors`."""

@@ -131,8 +131,9 @@ class ShardedOptimizer:
             rule.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
-        """Return views of the optimizer state by checkpoint name.
-        With `to_save`, only this rank's share of replicated tensors is included.
+        """Return the optimizer state by checkpoint name, to be saved, or to be loaded into.
+        The tensors are views, except for moments in 8 bits; see `pack_loaded_state`. With `to_save`, only this rank's share of
+        replicated tensors is included.
 
         Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.
