@@ -88,9 +88,7 @@ class CommGroup:
 
     @property
     def has_no_process_group(self) -> bool:
-        """True if the communication group has several ranks but no process group.
-        Such a group belongs to a planned layout, in which collectives communicate nothing.
-        """
+        """True in a planned group: several ranks, no process group, and collectives that communicate nothing."""
         return self.process_group is None and self.size > 1
 
     def __str__(self) -> str:
@@ -126,8 +124,8 @@ def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
 def all_reduce(
     tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """All-reduce `tensor` over the group, in place, without a gradient.
-    Return the work to wait for with `async_op`, or None when the result is complete.
+    """All-reduce `tensor` in place, without a gradient; return the work to wait for with `async_op`, else None.
+    With `async_op`, None means that the result is complete.
     """
     if group.size == 1:
         return None
@@ -196,8 +194,8 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..].
-    This reduce-scatter has no gradient.
+    """Sum a tensor over the group and return this rank's slice along `dim`, without a gradient.
+    [.., n * size, ..] -> [.., n, ..].
     """
     part, work = start_reduce_scatter(tensor, group, dim)
     if work is not None:
@@ -240,11 +238,8 @@ def reduce_scatter_into(
 
 
 def all_to_all(tensor: Tensor, group: CommGroup, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """Exchange rows of a tensor between all ranks of a group (all-to-all), with a gradient.
-    Send `in_splits[r]` rows of `tensor` to each rank r of the group and return the rows received, `out_splits[r]` from
-    each rank r.
-
-    The one collective here with a gradient: it goes back the way the rows came.
+    """Send `in_splits[r]` rows to each rank r, and return `out_splits[r]` rows from each (all-to-all, differentiable).
+    The one collective here with a gradient, which goes back the way the rows came.
     """
     if group.size == 1:
         return tensor
@@ -277,9 +272,8 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Exchange rows of contiguous tensors between all ranks of a group (all-to-all), without a gradient.
-    Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it into `out`; only in a
-    group of several ranks. Returns the work to wait for when `async_op`.
+    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` into `out`, without a gradient.
+    This all-to-all is for contiguous tensors in a group of several ranks. Returns the work to wait for when `async_op`.
     """
     group.record_call("all_to_all", tensor)
     if group.has_no_process_group:

@@ -37,8 +37,8 @@ class ProcessGroupCache:
     groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def get_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the process group of `ranks`, created at the first call; all members and no other ranks must call.
-        None for a single rank.
+        """Return the process group of `ranks`, or None for one rank; all members, and no others, must call.
+        It is created at the first call.
         """
         key = tuple(ranks)
         if len(key) == 1:
@@ -106,9 +106,8 @@ class ParallelGroups:
 
 
 def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list[CommGroup]:
-    """Return the groups of several ranks on which a run as configured calls collectives.
-    Each set of ranks is returned once. Each has its own NCCL communicator, which takes 0.1 to 0.4 GB of device memory
-    outside of torch's pool.
+    """Return the groups of several ranks on which a run as configured calls collectives, each set of ranks once.
+    Each has its own NCCL communicator, which takes 0.1 to 0.4 GB of device memory outside of torch's pool.
     """
     model, unused = config.model, set[CommGroup]()
     if not (model.tie_embeddings or model.mtp_layers):
