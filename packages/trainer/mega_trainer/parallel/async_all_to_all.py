@@ -38,8 +38,8 @@ class HostCountAllToAll:
     def __call__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int
     ) -> tuple[Tensor, CollectiveWork]:
-        """Start an all-to-all of the first of `rows`, with `sent` and `received` rows per rank, and return the received
-        table of `length` rows and a handle to wait for.
+        """Start an all-to-all of the first of `rows`; return the received table and a handle to wait for.
+        `sent` and `received` are the row counts to and from each rank; the table has `length` rows.
         """
         table = rows.new_empty((length, *rows.shape[1:]))
         out, own = table[: sum(received)], rows[: sum(sent)].contiguous()

@@ -79,8 +79,8 @@ def make_context_parallel_attention(
 
 
 def get_context_rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
-    """Return the index ranges of the two chunks of a sequence that a context-parallel rank has.
-    Of a sequence of `length` tokens, they are chunk `rank`, and its mirror from the end.
+    """Return the index ranges of a context rank's chunks of a sequence: chunk `rank`, and its mirror from the end.
+    The sequence has `length` tokens.
     """
     chunk = length // (2 * ranks)
     first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
@@ -93,9 +93,7 @@ def get_context_rank_token_indices(length: int, group: CommGroup) -> Tensor:
 
 
 def residual_stream_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
-    """Return the index ranges of the tokens in this rank's residual stream.
-    They are the context rank's tokens, or under sequence parallelism (`sp`) the tensor rank's slice of them.
-    """
+    """Return the index ranges of this rank's residual stream: its context rank's tokens, or its slice with `sp`."""
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
     for chunk in _rank_ranges(length, cp):
         out.append(chunk[max(0, part.start - before) : max(0, part.stop - before)])
@@ -108,9 +106,7 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 
 
 def gather_context_parallel_tokens(x: Tensor, group: CommGroup) -> Tensor:
-    """Gather the tokens x [B, s, w] of all context ranks to the whole sequence [B, S, w], in sequence order.
-    The backward sums the gradients of all ranks.
-    """
+    """Gather tokens x [B, s, w] of all context ranks to [B, S, w] in order; the backward sums all ranks' gradients."""
     if group.size == 1:
         return x
     return _sequence_order(
@@ -136,9 +132,7 @@ class KeyValueExchange(Protocol):
     """
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's number and packed keys and values.
-        `work` is the function, called with this rank's keys and values, `mine`, first.
-        """
+        """Call `work` with every context rank's number and packed keys and values, this rank's (`mine`) first."""
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Return the gradient of this rank's keys and values, summed over what a function returns on all ranks.
@@ -156,9 +150,7 @@ class RingKeyValueExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's keys and values, passed around a ring.
-        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
-        """
+        """Call `work` with every context rank's number and keys and values, passed around a ring, this rank's first."""
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
             work(rank, mine)
@@ -198,9 +190,7 @@ class AllGatherKeyValueExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's keys and values, from an all-gather.
-        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
-        """
+        """Call `work` with every context rank's number and keys and values, from an all-gather, this rank's first."""
         for rank, part in self._gather_parts(mine):
             work(rank, part)
 
@@ -286,9 +276,7 @@ class LocalKeyValueExchange:
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call a function once, with this rank's keys and values, and return the gradient that it returns.
-        `work` gets the rank number and packed keys and values of this rank (`mine`).
-        """
+        """Call `work` once, with this rank's keys and values (`mine`), and return the gradient that it returns."""
         return work(0, mine)
 
 
@@ -464,7 +452,7 @@ class UlyssesAttention:
         return slice(first, first + max(1, heads // self.group.size))
 
     def exchange_tokens_for_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange this rank's tokens for heads of all tokens by all-to-all.
+        """Exchange this rank's tokens of all heads for all tokens of its share of the heads, by all-to-all.
         Tensors [B, s, H_i, d_i] of this rank's tokens become [B, S, H_i/N (at least 1), d_i] of all tokens in order,
         with N ranks.
         """

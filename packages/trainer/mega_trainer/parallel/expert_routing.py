@@ -143,9 +143,8 @@ def sum_indexer_losses(routings: Sequence[MicroBatchRouting], like: Tensor) -> T
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's expert routing statistics as fp64 [layers, 6 + experts].
-    Layers of other ranks are zeros. A layer has six sums (tokens, dropped choices, losses and so on), then the choices
-    of each expert.
+    """Return this rank's expert routing statistics, fp64 [layers, 6 + experts]; layers of other ranks are zeros.
+    A layer has six sums (tokens, dropped choices, losses and so on), then the choices of each expert.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)

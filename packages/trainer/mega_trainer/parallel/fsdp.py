@@ -340,8 +340,7 @@ class FullyShardedStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward, in which FSDP reduces gradients over the shard group.
-        In the last backward of the step, this class also reduces them over copies.
+        """Wrap one micro-batch's backward, in which FSDP reduces gradients; the step's last also reduces over copies.
 
         With a split backward it is the weight half alone that this wraps.
         """
@@ -355,9 +354,9 @@ class FullyShardedStage:
             self._split.finish()
 
     def finish_gradients(self) -> None:
-        """Complete this pipeline stage's gradients over all ranks that hold the same parameter.
-        Wait for the HSDP all-reduces between weight replicas, then all-reduce over the other groups of such ranks. Free
-        the weights that were gathered for the whole step.
+        """Complete the step's gradients over all ranks with the same parameters, and free the gathered weights.
+        Wait for the HSDP all-reduces between weight replicas, then all-reduce over the other groups of such ranks. The
+        weights are those that were gathered for the whole step.
         """
         self._free_gathered_params()
         for gradients in self._gradients:

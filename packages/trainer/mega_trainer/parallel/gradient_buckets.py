@@ -174,9 +174,7 @@ class StepGradientBucket(GradientBucket):
         return self._views[parameter]
 
     def start_reduce(self) -> None:
-        """Start the reduction of the step's accumulated gradients over the data ranks.
-        A missing gradient counts as zero.
-        """
+        """Start the reduction of the step's gradients over the data ranks; a missing gradient counts as zero."""
         self._zero_missing(self._whole)
         self._flight = self._start_sum(self._whole, self.grads)
 

@@ -182,9 +182,7 @@ class PerRowAdapters(nn.Module):
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
-        """Return this layer's LoRA adapter of a given name, or None.
-        None means that the adapter does not change the layer.
-        """
+        """Return this layer's LoRA adapter of a name, or None if that adapter does not change the layer."""
         index = self.names.get(name)
         if index is None:
             return None
@@ -208,9 +206,7 @@ class PerRowAdapters(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: SeededDropout | None = None
     ) -> Tensor:
-        """Return the layer's output with the LoRA update of each batch row's adapter.
-        Rows without an adapter are unchanged.
-        """
+        """Return the layer's output with each batch row's LoRA update; rows without an adapter are unchanged."""
         assert dropout is None
         for name, rows in self.selection.rows.items():
             adapter = self.find_adapter(name)

@@ -65,9 +65,7 @@ class NvshmemDispatcher:
     _wires: dict[int, SymmetricMemoryAllToAll] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to the ranks of their chosen experts over NVSHMEM.
-        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
-        """
+        """Start to send tokens x to the ranks of their `chosen` experts by NVSHMEM; drop choices over the bound."""
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
@@ -151,8 +149,8 @@ class SymmetricMemoryAllToAll:
         return self.leaves(sum_token_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
-        """Start the all-to-all of `rows`; see `AllToAllFunction`. It must have ended before the second next one of
-        equal width and dtype starts.
+        """Start the all-to-all of `rows`; see `AllToAllFunction`.
+        It must have ended before the second next one of equal width and dtype starts.
         """
         tables = self._filled.pop(_storage_id(rows), None)
         if tables is None:  # rows in other memory
@@ -218,8 +216,8 @@ class _LaunchedWork:
 
 
 def allocate_symmetric_memory(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
-    """Allocate tensors to send and receive rows, in symmetric memory on GPUs and in ordinary memory on a CPU.
-    They have at least `length` rows of this width, and `like`'s dtype and device. A collective call of the group.
+    """Allocate tensors to send and receive rows: symmetric memory on GPUs, ordinary on a CPU; all ranks must call.
+    They have at least `length` rows of this width, and `like`'s dtype and device.
 
     Raises:
         ConfigError: when NVSHMEM is not available.

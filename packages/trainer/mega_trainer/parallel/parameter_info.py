@@ -35,9 +35,7 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation of a parameter from a uniform distribution between `low` and `high`.
-    An optional function `then` is applied to the drawn values.
-    """
+    """Initialisation from a uniform distribution between `low` and `high`, mapped by the function `then` if given."""
 
     low: float
     high: float

@@ -79,9 +79,7 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results x [B, S, D] over the T tensor-parallel ranks.
-    The sum is [B, S, D], or under sequence parallelism (`sp`) reduce-scattered to this rank's slice [B, S/T, D].
-    """
+    """Sum x [B, S, D] over T tensor ranks, all-reduced or with `sp` reduce-scattered to this rank's [B, S/T, D]."""
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
@@ -152,8 +150,7 @@ def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer Y = X W^T + b.
-    The columns of W and X are split over `group`, results are summed, and the bias is added after the sum.
+    """Row-parallel linear layer: columns of W and X split over `group`, results summed, bias added after the sum.
 
     Args as for `ColumnParallelLinear`; the local weight is [D, N/T], and the bias [D] is whole on every rank.
     """
@@ -273,8 +270,7 @@ def get_fused_heads_layout(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
     """Return the local shape of a parameter that fuses this tensor rank's heads of several tensors, and its pieces.
-    The parameter concatenates this tensor rank's heads of several tensors [count * size, *tail]; a position is the one
-    of a head in its global tensor.
+    The tensors are [count * size, *tail]; a piece has the position of heads in their global tensor.
 
     So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
     rank. If there are fewer heads than ranks, consecutive ranks hold the same head.

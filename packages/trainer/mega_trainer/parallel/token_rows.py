@@ -61,8 +61,7 @@ class ExpertRowAssignment:
         cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None
     ) -> ExpertRowAssignment:
         """Assign rows sorted by group to the tokens' choices of groups (experts or ranks), none over the capacity.
-        The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none; choices that
-        exceed `capacity` or `rows` are dropped.
+        The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none.
 
         Rows are sorted by group, then by token and choice. With a `capacity` every group has a range of that many rows;
         choices beyond it, or beyond `rows`, are dropped.
@@ -90,9 +89,7 @@ class ExpertRowAssignment:
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> ExpertRowAssignment:
-        """Return the row assignment with only the first `rows` rows.
-        The removed rows must not be assigned to a choice.
-        """
+        """Return the row assignment with only the first `rows` rows; the removed ones must be unassigned."""
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property
@@ -158,9 +155,9 @@ def sum_token_rows(y: Tensor, slots: ExpertRowAssignment) -> Tensor:
 
 
 def gather_choice_values(values: Tensor, slots: ExpertRowAssignment) -> Tensor:
-    """Return the value, such as the router weight, of the token and expert choice of each expert-sorted row.
+    """Return each expert-sorted row's value of its token and choice, such as a router weight; differentiable.
 
-    values [N tokens, K] -> [M rows + 1], differentiable; the last row is unassigned.
+    values [N tokens, K] -> [M rows + 1]; the last row is unassigned.
     """
     y: Tensor = _PickChoiceValues.apply(values, slots)  # type: ignore[no-untyped-call]
     return y

@@ -87,8 +87,7 @@ class ForwardGatherUnit:
 
 
 class FlatParameterBuffer(ParameterBuffer):
-    """Flat buffer of the parameters of one param group.
-    They are laid out one after another in the order of the backward, with the last parameter first.
+    """Flat buffer of one param group's parameters, in the order of the backward (the last parameter first).
 
     Args:
         parameters: parameters in the order of the forward; they become views of `weights`.
@@ -222,10 +221,7 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a training step over all ranks that share them.
-        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
-        (`grad_sync`).
-        """
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the `grad_sync` groups."""
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
         for buffer in self.buffers:
@@ -234,8 +230,8 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its gradient on this rank, before any reduction.
-        The gradient is over the micro-batches so far; only for ZeRO-0 and ZeRO-1.
+        """Yield each parameter with its gradient on this rank before any reduction; only for ZeRO-0 and ZeRO-1.
+        The gradient is over the micro-batches so far.
         """
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)
