@@ -169,8 +169,7 @@ CHEAP: tuple[RecomputedModule, ...] = (
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Policy of activation checkpointing: which activations the backward recomputes.
-    It recomputes nothing, the `modules` of each layer (selective), or whole layers (full).
+    """Policy of activation checkpointing: none, some `modules` of each layer (selective), or whole layers (full).
 
     `layers` limits `full` to the first layers of each stage.
     """
@@ -189,9 +188,7 @@ class RecomputePolicy:
 
 
 class ActivationCheckpointer:
-    """Handling of the activations that a pipeline stage's layers save for the backward.
-    They are kept, recomputed (`recompute`) or moved to host memory (`offload`).
-    """
+    """Handler of a pipeline stage's saved activations: kept, recomputed (`recompute`) or offloaded (`offload`)."""
 
     def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffloadPool | None = None) -> None:
         self.recompute, self.offload = recompute or RecomputePolicy(), offload
@@ -250,9 +247,7 @@ class ActivationCheckpointer:
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Return `function(*inputs)` with activation checkpointing.
-    Only the inputs are kept for the backward, which calls the function again.
-    """
+    """Return `function(*inputs)`, keeping only the inputs for the backward, which calls the function again."""
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 

@@ -28,7 +28,7 @@ class TaskOutputDecoder(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss, its parts and each token's negated scores, from the final hidden states.
+        """Return the loss to differentiate, its sums [2], and each token's negated scores, from final hidden states.
         The loss is -sum(scores * weights), by the batch's `weight_fn`, and zero without one. Scores are [B, S] or
         [B, S, K], hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
         `Decoder.compute_objective`.

@@ -91,15 +91,13 @@ class PipelineStageLayers:
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the output head needs the embedding matrix and this pipeline stage does not have both.
-        The head needs it with tied weights or MTP layers.
+        """Return whether the output head uses the embedding matrix and not both are on this pipeline stage.
+        The head uses it with tied weights or MTP layers.
         """
         return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
 
     def has_embedding_copy(self, config: ModelConfig) -> bool:
-        """Return whether the first and the last pipeline stage each keep a copy of the embedding.
-        They do if they are on different ranks.
-        """
+        """Return whether first and last pipeline stage, on different ranks, each keep a copy of the embedding."""
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
     def uses_embedding_of_other_stage(self, config: ModelConfig) -> bool:
@@ -134,7 +132,7 @@ class PositionTypeEmbeddings(nn.Module):
             self.bias = build.build_replicated("model.embed_proj.bias", shape)
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings, normalise, and project to D.
+        """Add the model's position and type embeddings to token embeddings x; normalise and project if configured.
         x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
         [B, S] (None: all are 0).
         """
@@ -218,8 +216,8 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardGatherUnit]:
-        """Return the model's modules (such as layers) in forward order, with their parameters.
-        Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
+        """Return the model's modules in forward order, each with the parameters that it is the first to use.
+        ZeRO waits for gathered weights module by module.
         """
         units = [ForwardGatherUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
@@ -245,14 +243,14 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks.
-        It is the embedding matrix if weights are tied.
+        """Output matrix [V/T, D] of this rank's vocabulary rows; the embedding matrix if weights are tied.
+        T is the number of tensor ranks.
         """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias) from hidden states to logits.
-        `tied_weight` [V/T, D] (T tensor ranks) is the embedding that this stage gets from another stage, if it does.
+        """Return the output projection (weight and bias) to logits, with `tied_weight` if another stage lends it.
+        `tied_weight` is the embedding [V/T, D] (T tensor ranks).
         """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
@@ -326,7 +324,7 @@ class Decoder(nn.Module):
         return images.with_features(self.vision(images, self.device))
 
     def add_deepstack(self, x: Tensor, context: ForwardContext, layer: int) -> Tensor:
-        """Return the output [B, S or S/T, D] of a decoder layer with the DeepStack features of this layer added.
+        """Return a decoder layer's output [B, S or S/T, D] with its DeepStack features added, if it has any.
         Only the first layers of a model with DeepStack have such features.
         """
         return (
@@ -395,9 +393,8 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss, its parts and each token's loss [B, S] from the final hidden states.
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the parts are the weighted
-        sums of the next-token and further losses [2].
+        """Return the loss to differentiate, next-token and auxiliary loss sums [2], and each token's loss [B, S].
+        The final hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -456,7 +453,5 @@ class Decoder(nn.Module):
         return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the final hidden states. Not for training.
-        They are over the whole vocabulary on every tensor rank.
-        """
+        """Return logits [B, S, V] of final hidden states over the whole vocabulary on every rank; not for training."""
         return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

@@ -52,9 +52,7 @@ ROWS = 4096  # rows of a table that are drawn at once
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens from their logits.
-    The scores of masked tokens are zero.
-
+    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens, zero for masked ones, from logits.
     `groups` are the ranks that share the sequence's tokens, which are gathered.
     """
     unused = tokens.sequences * tokens.length
@@ -311,9 +309,7 @@ def attach_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Update the routers' selection biases towards an even expert load (arXiv:2408.15664).
-    Experts below the mean load get a higher bias.
-
+    """Raise the selection bias of experts below the mean load, and lower it above (arXiv:2408.15664).
     `loads` are the choices of each expert in a step, [layers, E].
     """
     for router in routers:
@@ -337,9 +333,7 @@ def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tenso
 
 
 def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
-    """Count, for each of B sequences, how often this rank's tokens chose every expert: int64 [B, E + 1].
-    The last column counts the unmasked tokens.
-    """
+    """Count each expert's choices by this rank's tokens in each sequence, then unmasked tokens: int64 [B, E + 1]."""
     width = num_experts + 1
     cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)
     token = torch.where(tokens.affects_loss_mask, tokens.row * width + num_experts, tokens.sequences * width)
@@ -351,7 +345,7 @@ def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: 
 def drop_choices_over_capacity(
     expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]
 ) -> Tensor:
-    """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence.
+    """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence; early positions win.
 
     An expert takes the first ceil(capacity_factor K T / E) choices of a sequence of T tokens, in the order of positions,
     whichever ranks hold them. `groups` are the ranks that share the sequence's tokens.

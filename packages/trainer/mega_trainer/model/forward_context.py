@@ -43,8 +43,8 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 
 @dataclass(frozen=True)
 class CacheAttentionFunction:
-    """Attention function that a layer passes to the KV cache.
-    It has the layer's score transform and relative position bias; `chunked`: its window is a chunk and does not slide.
+    """Attention function of one layer for the KV cache, with its score transform and relative position bias.
+    `chunked`: the layer's window is a chunk and does not slide.
     """
 
     kernels: Kernels
@@ -89,8 +89,8 @@ class KVCache(Protocol):
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
-        """Append keys and values to the KV cache, and attend from the queries to all cached keys.
-        k, v and q belong to the tokens of this call; a query attends to at most the last `window` keys.
+        """Append keys and values to a layer's cache, and attend to the cached keys, at most `window` for a query.
+        k, v and q belong to the tokens of this call.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
         """
@@ -309,8 +309,7 @@ def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardConte
 
 @dataclass(frozen=True)
 class CrossAttentionChunks:
-    """Chunked cross attention, as in Retro.
-    Queries are cut into chunks, and each chunk attends to its own equal part of the keys.
+    """Chunked cross attention, as in Retro: each chunk of queries attends to its own equal part of the keys.
 
     Attributes:
         count: number of chunks of all rows together.
@@ -328,9 +327,8 @@ class CrossAttentionChunks:
     def attend_chunks(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Call the attention function `attend` on all chunks of queries and keys at once.
-        The tensors q [.., S, H, d], k and v [.., T, K, d] are cut into `count` chunks in order. Return a tensor of the
-        shape of q, 0 for queries without keys.
+        """Attend from each chunk of queries to its chunk of keys, in one call of `attend`; 0 for queries without keys.
+        The tensors q [.., S, H, d], k and v [.., T, K, d] are cut into `count` chunks in order. The result has q's shape.
         """
         ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
         y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))

@@ -78,9 +78,7 @@ class CollapsedNorm(nn.Module):
 
 
 def build_final_norm(build: LayerBuilder) -> nn.Module:
-    """Build the norm before the output head, over the weighted sum of residual streams if there are several.
-    It is an identity after post-norm layers, whose output is normalised already.
-    """
+    """Build the norm before the output head, of the summed residual streams if several; identity after post-norm."""
     if build.config.norm_position == "sum":
         return nn.Identity()
     norm = build.build_residual_norm("model.norm")

@@ -208,8 +208,8 @@ class LatentProjection(nn.Module):
             self.factor = math.sqrt(config.hidden_size / width) if mla.scaled_latents else 1.0
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states to the latent, normalised in its first `width` columns: [B, S or S/T, width + extra].
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """Map hidden states to the latent (`width` columns, normalised if there is a norm) and `extra` columns.
+        [B, S or S/T, D] -> [B, S or S/T, width + extra] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
@@ -221,8 +221,8 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return the factor on attention scores of multi-head latent attention (MLA).
-    It is `attention_scale` or 1 / sqrt(query size), times YaRN's squared mscale if `rope.mscale_all_dim` is set.
+    """Return the factor on MLA's attention scores: 1 / sqrt(query size) unless set, times YaRN's mscale squared.
+    It is set by `attention_scale`; YaRN's factor applies if `rope.mscale_all_dim` is set.
     """
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
     if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:

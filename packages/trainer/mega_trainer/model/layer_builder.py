@@ -179,7 +179,7 @@ class LayerBuilder(ParameterBuilder):
         )
 
     def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm | ExtensionNorm:
-        """Build the model's norm (RMSNorm, LayerNorm or an extension's) of the residual stream, or of `width` elements."""
+        """Build the model's norm (RMSNorm, LayerNorm or an extension's), of the residual stream or of `width`."""
         config, shape = self.config, (width or self.config.hidden_size,)
         if (normalize := self.functions.get("norm")) is not None:
             scale = self.build_replicated(f"{name}.weight", shape, fill=1.0) if config.norm_weight else None

@@ -30,11 +30,10 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture-of-experts layer: weighted sum of the outputs of each token's experts.
-    The shared expert of all tokens is added, if the model has one.
+    """Mixture-of-experts layer: weighted sum of each token's experts' outputs, plus a shared expert's, if any.
 
-    With `zero_experts`, a token's weights of experts without weights multiply the token itself. With `shortcut`, the output of
-    the routed experts follows that of the shared expert, and is not added to it.
+    With `zero_experts`, a token's weights of experts without weights multiply the token itself. With `shortcut`, the
+    output of the routed experts follows that of the shared expert, and is not added to it.
 
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """

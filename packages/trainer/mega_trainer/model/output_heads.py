@@ -74,9 +74,8 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states to the pooled first token [B, D].
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks). The result is only
-        meaningful on a rank that has the first token.
+        """Map hidden states to the pooled first token [B, D], meaningful only on a rank that has this token.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         return self.activate(self.linear(x[:, :1], self.weight, self.bias))[:, 0]
 
@@ -94,7 +93,7 @@ class SequencePooler(nn.Module):
         return self.linear(self(x), self.classes, self.offset)
 
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
-        """Return the weighted sum of the cross entropies of the segment-order classifier.
+        """Return the weighted sum of the segment-order cross entropies, zero on ranks without the first token.
         It is computed from hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         A rank without the first token computes it from another token, times zero: all ranks run the same operations.
@@ -106,9 +105,7 @@ class SequencePooler(nn.Module):
 def build_dense_parameters(
     build: LayerBuilder, name: str, rows: int, *, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Build the weight [rows, D] and bias [rows] of a linear layer that every tensor rank holds whole.
-    The layer has a bias only with `bias`.
-    """
+    """Build the weight [rows, D] and, with `bias`, bias [rows] of a linear layer, whole on every tensor rank."""
     config = build.config
     weight = build.build_replicated(f"{name}.weight", (rows, config.hidden_size), std=config.init_std)
     return weight, build.build_replicated(f"{name}.bias", (rows,)) if bias else None
@@ -147,9 +144,7 @@ class OutputHead(nn.Module):
         return gather_from_sequence_parallel_region(x, self.tp, sp=self.sp)
 
     def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
-        """Return logits [B, S, V] of normalised hidden states. Not for training.
-        They are over the whole vocabulary on every tensor rank.
-        """
+        """Return logits [B, S, V] of normed hidden states over the whole vocabulary on every rank; not for training."""
         local = F.linear(self.prepare_hidden_for_logits(hidden), *output)
         logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()

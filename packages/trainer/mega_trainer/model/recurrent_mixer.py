@@ -70,9 +70,7 @@ class ShortConvolution(nn.Module):
         self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this context rank's tokens [B, s, c] causally with k taps.
-        The tokens before its range of the sequence come from other ranks.
-        """
+        """Convolve this context rank's tokens [B, s, c] causally; tokens before its chunks come from other ranks."""
         assert isinstance(context.attention_mask, SequenceMask)
         preceding = context.attention_mask.count_preceding_tokens(self.cp)
         if self.cp.size == 1:
@@ -133,8 +131,8 @@ class RecurrenceRule(Protocol):
     def __call__(
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
-        """Return outputs y [B, S, H, P] from each convolved block's heads [B, S, count, size] and from per-token
-        numbers for each head [B, S, H e], e each.
+        """Return outputs y [B, S, H, P] from the convolved blocks of some heads, and from their per-token numbers.
+        Each of `parts` is [B, S, count, size], each of `steps` [B, S, H e], with e numbers for each head.
         """
 
 

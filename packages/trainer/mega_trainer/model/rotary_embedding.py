@@ -104,9 +104,8 @@ def query_scale_by_position(config: ModelConfig, positions: Tensor, dtype: torch
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Return the rotary frequencies in fp32, and the factor on cos and sin.
-    The frequencies are angles per position, one for each pair of elements; the factor is 1 except for YaRN and
-    LongRoPE.
+    """Return the rotary angle per position of each pair of elements, fp32, and the factor on cos and sin.
+    The factor is 1 except for YaRN and LongRoPE.
 
     Args:
         rope: kind and parameters of the embedding.

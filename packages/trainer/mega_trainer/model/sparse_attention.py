@@ -124,8 +124,8 @@ class LightningIndexer(nn.Module):
         return score_index_keys(q, weights, k, self.config.head_dim, self.tp)
 
     def select(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Return the mask of the tokens that each query attends to, bool [B, s, S].
-        They are the `top_k` of the largest scores among those `seen` [B or 1, s, S], or with `dense` all of them.
+        """Return the mask, bool [B, s, S], of each query's `top_k` best tokens among those `seen`, or all if `dense`.
+        `seen` is [B or 1, s, S].
         """
         if self.config.dense:
             return seen.expand_as(scores)

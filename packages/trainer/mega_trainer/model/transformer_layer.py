@@ -107,9 +107,7 @@ class ResidualBranch(nn.Module):
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, x or x + y, and the input of the residual branch.
-        The input is the stream, normalised if the branch has a pre-norm.
-        """
+        """Return the residual stream x + y (x without y), and the branch's input: the stream, normed if pre-norm."""
         if self.before is None:
             x = x if y is None else x + y
             return x, x

@@ -108,8 +108,8 @@ class TransformersDecoder(Decoder):
             _move_buffers(self.module, build.device)
 
     def materialize(self, device: torch.device) -> None:
-        """Give parameters on the meta device uninitialised memory on `device`.
-        FSDP may have sharded the parameters; buffers keep their values, and tied parameters stay tied.
+        """Give all parameters uninitialised memory on `device`; buffers keep their values.
+        FSDP may have sharded the parameters; tied parameters stay tied.
         """
         _replace_parameters(
             self.module,
@@ -222,11 +222,11 @@ class TransformersDecoder(Decoder):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the module of transformers from a micro-batch's tokens to the training loss.
+        """Run the transformers module from tokens to the training loss, with its experts' auxiliary loss in training.
         The results are as from `Decoder.compute_objective`.
 
-        An auxiliary loss of the module (`aux_loss`, of its experts) joins the gradient with the weight of config.json,
-        times the micro-batch's share of the step's loss weights.
+        An auxiliary loss of the module (`aux_loss`) joins the gradient with the weight of config.json, times the
+        micro-batch's share of the step's loss weights.
         """
         with _seeded_dropout(context.dropout, batch):
             packed = batch.sequence_bounds.document_starts is not None

@@ -207,8 +207,8 @@ def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
 def compute_local_logits(
     hidden: Tensor, head: Tensor, bias: Tensor | None, group: CommGroup, vocab_size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return this rank's logits [n tokens, R local vocabulary rows] of hidden states.
-    They are written into `out` [n or more, R] if given; the logits of padding rows are minus infinity.
+    """Return this rank's logits [n tokens, R vocabulary rows], minus infinity in padding rows, in `out` if given.
+    `out` is [n or more, R].
     """
     logits = torch.mm(hidden, head.t(), out=None if out is None else out[: len(hidden)])
     own = vocab_size - group.rank * head.shape[0]
@@ -248,8 +248,7 @@ def fusible_cross_entropy_grad(
     exponentials: Tensor | None = None,
     top: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, R] with the gradient of the cross entropy as if no label were local.
-    Return the gradient at the labels [n, 1].
+    """Overwrite logits [n, R] with the cross entropy's gradient, except at local labels, where it is returned [n, 1].
 
     The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
     saved by `fusible_row_logsumexp` are overwritten.
@@ -297,8 +296,8 @@ def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -
 
 
 class TokenLossTargets(LabelTargets):
-    """Targets of a loss f(log p, log Z) of each token; implements `LossTargets`.
-    p is the probability of its label, and Z the sum of the exponentials of its logits.
+    """Targets of a loss of each label's log-probability and the log of its softmax normaliser (`LossTargets`).
+    The loss is f(log p, log Z), with Z the sum of the exponentials of the logits.
 
     The gradient in the logits is (df/dlog Z - df/dlog p) softmax + df/dlog p at the label.
     """
@@ -388,9 +387,7 @@ def topk_log_probs(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities of the `count` most likely next tokens over all ranks' vocabulary, best first.
-    They are int64 [N, K] and [N, K].
-
-    Log-probabilities are in at least fp32.
+    They are int64 [N, K], and [N, K] in at least fp32.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`.
