@@ -120,10 +120,8 @@ def attend_block_backward(
     how: AttentionScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from one block of keys in block-by-block attention.
-    See `Kernels.attend_block_backward`.
-
-    The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
+    """Return the gradients of q, k and v that come from one block of keys; add that of the bias to `d_bias`.
+    See `Kernels.attend_block_backward`. `d_bias` is [H, n], in at least fp32.
     """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused_backward(flash, dy, q, k, v, y, lse, mask, how)

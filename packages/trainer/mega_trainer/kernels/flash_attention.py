@@ -55,9 +55,7 @@ class FlashAttentionCall:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Number of keys to the left and to the right of its position that a query attends to.
-        It is in flash-attn's convention, where -1 is unbounded.
-        """
+        """Numbers of keys to the left and right of a query's position that it attends to; -1 is unbounded."""
         left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
         return left, right
 

@@ -204,8 +204,8 @@ def add_rms_norm(
 def fusible_rotary_embedding(
     cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor
 ) -> Tensor:
-    """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated.
-    They are rotated by the rotary angles, or with `back` by their negatives, for the gradient.
+    """Concatenate heads to [B, S, sum H_i, d], the first `turning` rotated by the angles or, if `back`, in reverse.
+    The heads are [B, S, H_i, d]; `back` is for the gradient.
 
     Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
@@ -280,8 +280,7 @@ class _ApplyRotary(Function):
 def apply_rotary(
     x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: FusibleFunctionCompiler
 ) -> tuple[Tensor, ...]:
-    """Split x [B, S, H, d] into parts of `heads` heads each, with some heads rotated by the rotary angles.
-    The first `turning` heads of x are rotated.
+    """Split x [B, S, H, d] into parts of `heads` heads each, of which the first `turning` parts are rotated.
 
     In training all parts are copies, so that x is not kept alive by a part that is not rotated.
     """

@@ -129,10 +129,8 @@ class Kernels(Protocol):
         """Return a linear layer's input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return a linear layer's weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
-        dY may be from `prepare_gradient`.
-
-        With `out`, which may have a wider dtype, the result is written there, or added to it with `add`; returns `out`.
+        """Return a linear layer's weight gradient dW = dY^T X [N, D], written, or with `add` added, to `out` if given.
+        It is summed over tokens: [.., N] x [.., D] -> [N, D]. dY may be from `prepare_gradient`, and `out` may be wider.
         """
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -203,8 +201,8 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention to some of the keys and the log-sum-exp of the scores.
-        The caller merges the blocks and applies attention sinks.
+        """Return the attention to some of the keys and the log-sum-exp of scores, to be merged with other blocks.
+        The caller also applies attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the
         scores [B, S, H], in at least fp32. Every query must attend to a key. Not differentiable.

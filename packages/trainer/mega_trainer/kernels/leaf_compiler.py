@@ -85,8 +85,7 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its fusible functions with torch.compile.
-    The setting `auto` compiles on a GPU with a working compiler.
+    """Return whether a run on `device` compiles fusible functions; `auto` does on a GPU with a working compiler.
 
     Raises:
         ConfigError: when `setting` is true and the compiler does not work.

@@ -47,8 +47,8 @@ class SequenceChunks:
 
     @cached_property
     def chunk_document_starts(self) -> Tensor | None:
-        """Start of each token's document relative to its chunk, int64 [batch, n, size], or None.
-        It is negative if the document starts before the chunk; None means that every document began earlier.
+        """Start of each token's document relative to its chunk, negative if before it; None if all began earlier.
+        It is int64 [batch, n, size].
 
         Padding belongs to the last document of its span, so that the state passes through it.
         """

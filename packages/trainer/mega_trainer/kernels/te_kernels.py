@@ -75,7 +75,7 @@ class TeLinearKernels(TorchKernels):
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM."""
+        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM, in or added to `out` if given."""
         a, b = _operand(self.x, x, rowwise=False), dy.matrix
         dw: Tensor
         dw, *_ = self.library.general_gemm(

@@ -88,7 +88,7 @@ class TorchKernels:
         return dx
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X."""
+        """Return the weight gradient dW = dY^T X, written, or with `add` added, to `out` if given."""
         return gemm_accumulation.gemm_into(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -137,7 +137,7 @@ class TorchKernels:
         return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Compute attention of one query per batch row, in generation.
+        """Compute attention of one query per batch row to all cached keys of that row, in generation.
 
         Heads that share a key become queries of that key, so that it is read once.
         """
@@ -294,7 +294,7 @@ def reference_attention(
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
     modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> Tensor:
-    """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
+    """Compute attention unfused, with optional dropout and score modification, which fused kernels do not have.
     Arguments and result are as in `Kernels.attention`.
 
     `drop` is applied to the probabilities [B, H, S, T], `modify` to the scores before the mask.
