@@ -143,14 +143,12 @@ class PolicyObjective(TrainingObjective):
         self._step_metrics: dict[str, float] = {}
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms of the step's loss: 1, as the loss is normalized over the answers.
-        It is followed by infinity for each MTP layer.
-        """
+        """Return 1 term of the step's loss, as it is normalized over the answers, and infinity for each MTP layer."""
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return 1 on the first rank and 0 on others, this rank's share of the step's loss terms.
-        It is followed by infinity for each MTP layer. Without a batch, every rank's share is 0.
+        """Return this rank's share of the step's loss terms, 1 on the first rank, else 0; infinity for MTP layers.
+        Without a batch, every rank's share is 0.
         """
         counts = batch is not None and self.groups.world.rank == 0
         return [float(counts), *[float("inf")] * self.mtp_layers]
@@ -318,7 +316,7 @@ class PolicyObjective(TrainingObjective):
         return -gradient[:, self._own_positions].to(log_probs.dtype)
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of the step's policy loss and metrics."""
+        """Return this rank's sums of a step with the policy loss in place of the first, and metrics appended."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:

@@ -28,9 +28,8 @@ START_SECONDS = 60.0  # time limit of loading the file
 
 
 class RewardProcess:
-    """Process that computes rewards of answers by a Python function of the user.
-    `spec` names the function, such as `rewards.py:exact` or `package.rewards:exact`; the process is started again after
-    a call that exceeds `timeout` seconds.
+    """Process that computes rewards by a function of the user, restarted after a call over the time limit.
+    `spec` names the function, such as `rewards.py:exact` or `package.rewards:exact`; `timeout` is in seconds.
 
     Raises:
         ConfigError: when the file or module cannot be loaded or does not have the function.

@@ -34,9 +34,8 @@ LabelLoss = Literal["cross_entropy", "mse", "bce"]
 
 
 def compute_label_losses(outputs: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
-    """Return the loss of each of n outputs [n, K] against its label [n].
-    It is the cross entropy of a class, or, for K = 1, the squared error (regression) or the binary cross entropy of a
-    label from 0 to 1 (reranking).
+    """Return the cross entropy, squared error or binary cross entropy (`loss`) of n outputs [n, K] and labels [n].
+    The last two are for K = 1: regression, and labels from 0 to 1 (reranking).
     """
     if loss == "cross_entropy":
         return F.cross_entropy(outputs, labels.long(), reduction="none")
@@ -101,7 +100,7 @@ class TaskObjective(TrainingObjective):
             self._sums += torch.stack([value.detach().double().sum() for value in values])
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of the step's losses and metrics over terms."""
+        """Return this rank's sums of a step with the task's loss in place of the first, and metrics appended."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:-1]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
@@ -232,7 +231,7 @@ def compute_pooling_weights(batch: StepBatch, pooling: str) -> tuple[npt.NDArray
 
 def info_nce_losses(vectors: Tensor, temperature: float, dimensions: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Return the InfoNCE loss of each of G queries, and whether its positive is the nearest candidate.
-    They are fp [G] and bool [G] (arXiv:1807.03748).
+    They are [G] in the dtype of the vectors, and bool [G] (arXiv:1807.03748).
 
     The candidates of a query are the positives and the negatives of all groups; similarity is the cosine divided by
     `temperature`. With `dimensions`, the losses of the first d elements of the vectors are added for each d (Matryoshka,
