@@ -91,8 +91,8 @@ class AdamW8bitUpdateRule:
 
     @torch.no_grad()
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) at learning rate `lr`.
-        Decoupled param groups (embedding and output) have the rate `decoupled_lr`.
+        """Update the main weights and moments of all shards (slots) at rate `lr`, or `decoupled_lr` if decoupled.
+        Decoupled param groups are the embedding and the output layer.
         """
         self.update_count += 1
         for slot, (first, second) in zip(self.slots, self._moments, strict=True):

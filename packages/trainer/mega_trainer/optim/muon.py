@@ -34,11 +34,10 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Orthogonalize a matrix approximately by Newton-Schulz iterations.
-    Return approximately U V^T of the singular value decomposition `matrix` = U S V^T: every singular value that is not
-    tiny comes near 1.
+    """Return approximately U V^T of matrices U S V^T [.., M, N], by Newton-Schulz iterations.
+    Every singular value that is not tiny comes near 1.
 
-    Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
+    The iteration is X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
 
     Args:
         matrix: [.., M, N]; leading axes are a batch of matrices.

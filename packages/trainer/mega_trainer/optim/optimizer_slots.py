@@ -120,9 +120,7 @@ class OptimizerOffloadTransfers:
 
     @contextmanager
     def overlap_copies_with_update(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
-        """Return a context around the optimizer update of some slots, which overlaps copies with it.
-        Entering waits for the slots' gradients; leaving starts to copy their weights to the model.
-        """
+        """Wait for some slots' gradients, run the `with` block (their update), and start to copy their weights back."""
         for slot in slots:
             if slot in self._arrivals:
                 self._arrivals.pop(slot).synchronize()
@@ -144,13 +142,13 @@ class UpdateRule(Protocol):
     update_count: int  # number of updates so far
 
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all `slots` from their gradients at learning rate `lr`.
-        Param groups that are decoupled (embedding and output) use `decoupled_lr`.
+        """Update the main weights of all shards (slots) from their gradients at rate `lr`, or `decoupled_lr`.
+        The second is for decoupled param groups, which are the embedding and the output layer.
         """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the optimizer state by kind (such as `exp_avg`).
-        Each kind has a tensor for each parameter shard (slot), as long as its main weights.
+        """Return the optimizer state by kind (such as `exp_avg`), one tensor for each parameter shard (slot).
+        A tensor is as long as the slot's main weights.
         """
 
 
@@ -182,8 +180,8 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of tensors of parameter shards (slots) to save, by canonical parameter name.
-    Of replicated tensors, only the share that this rank saves to a checkpoint is included.
+    """Return this rank's share of the tensors of parameter shards to save to a checkpoint, by canonical name.
+    Replicated tensors are divided among the ranks.
     """
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:

@@ -94,9 +94,7 @@ class ShardedOptimizer:
             stage.all_gather_params()
 
     def wait_for_params(self) -> None:
-        """Wait until the weights of the last optimizer update are gathered.
-        This is needed before any access to them other than a forward.
-        """
+        """Wait until the last update's weights are gathered, before any access to them other than a forward."""
         for stage in self.stages:
             stage.wait_for_params()
 
@@ -114,9 +112,7 @@ class ShardedOptimizer:
                 yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
-        """Return views of the reduced gradients by canonical parameter name.
-        After `apply_update` the gradients are multiplied by its `scale`.
-        """
+        """Return views of the reduced gradients by canonical parameter name, scaled once `apply_update` has run."""
         return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
 
     @property
