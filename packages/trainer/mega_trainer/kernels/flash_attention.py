@@ -157,7 +157,7 @@ def supports_fused_attention_on_gpu(q: Tensor, v: Tensor) -> bool:
 
 
 def supports_flash_head_size(size: int) -> bool:
-    """Return whether fused kernels support heads of `size` elements."""
+    """Return whether flash attention kernels support heads of `size` elements: a multiple of 8, at most 256."""
     return size % 8 == 0 and size <= WIDEST_HEAD
 
 
