@@ -143,8 +143,8 @@ class ParameterBuilder:
     ) -> nn.Parameter:
         """Build a parameter that every tensor rank holds whole, with its gradient summed over them if it is partial.
 
-        It is partial if it comes from a rank's part of the sequence (sequence parallelism) or, with `partial_grad`, from its
-        heads or tokens.
+        It is partial if it comes from a rank's part of the sequence (sequence parallelism) or, with `partial_grad`, from
+        its heads or tokens.
         """
         tp = self.groups.tp
         sync: tuple[CommGroup, ...] = (tp,) if self.sp or partial_grad else ()

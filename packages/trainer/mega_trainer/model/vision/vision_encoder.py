@@ -65,7 +65,7 @@ class VisionEncoder(nn.Module):
         self.norm = own.build_residual_norm("model.norm")
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map images [n, 3, H, W] to features [n, P, C] of P patches, and of the class token if it is configured."""
+        """Map images [n, 3, H, W] to features [n, P, C] of patches, and with `feature_class` of the class token."""
         vision, context = self.config, ForwardContext(_FullAttention())
         x: Tensor = self.patches(cut_image_patches(pixels, vision.patch_size))
         if self.first is not None:
