@@ -205,8 +205,7 @@ class PreferenceObjective(TrainingObjective):
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Run the reference model if needed; return micro-batches whose tokens are weighted by the loss's gradient.
-        The function is their `weight_fn`; with its weights, weighted token losses have the gradient of the preference
-        loss.
+        Their `weight_fn` computes the weights: the weighted token losses have the gradient of the preference loss.
         """
         self._sums.zero_()
         answers = split_preference_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
