@@ -145,7 +145,7 @@ class SymmetricMemoryAllToAll:
         return self.leaves(scatter_token_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Sum, for each token, the rows with its `numbers`, [N, K], into the symmetric memory it is sent from."""
+        """Sum the rows with each token's `numbers` [N, K] into the symmetric memory from which the sums are sent."""
         return self.leaves(sum_token_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:

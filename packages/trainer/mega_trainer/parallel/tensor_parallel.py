@@ -257,7 +257,7 @@ def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGrou
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Tensor whose first axis is split by heads among tensor-parallel ranks.
+    """Name and shape of a tensor whose first axis is split by heads among tensor-parallel ranks.
     The axis of the tensor `name` is `count` heads (or rows, or groups) of `size` rows each.
     """
 
