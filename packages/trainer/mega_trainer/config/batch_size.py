@@ -26,18 +26,16 @@ class BatchRampupConfig(StrictConfig):
 
 
 class BatchStageConfig(StrictConfig):
-    """One stage of a staged global batch size.
-    A step has `size` samples if it begins before `until` consumed samples.
-    """
+    """Stage of a staged global batch size: a step that begins before `until` consumed samples has `size` samples."""
 
     until: PositiveInt = Field(description="number of consumed samples at which the next stage begins")
     size: PositiveInt = Field(description="samples of a step, at most batch.global")
 
 
 class BatchConfig(StrictConfig):
-    """Batch sizes of a run in samples: `micro` of a micro-batch, and `global` of an optimizer step.
-    `micro` is the batch of one forward pass on one rank; `global` is the batch of one optimizer step over all ranks,
-    with its growth over the first steps.
+    """Batch sizes in samples: `micro` of one forward pass on one rank, `global` of an optimizer step over all ranks.
+
+    `rampup` or `stages` make the first steps smaller than `global`.
     """
 
     micro: SampleCount = 1
@@ -60,7 +58,8 @@ class BatchConfig(StrictConfig):
         return min(ramp.start + grown * ramp.increment, self.global_)
 
     def iterate_rampup_sizes(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (batch size, number of steps) for each global batch size smaller than the final one.
+        """Yield (batch size, number of steps) of each stage of the ramp-up, before steps have `batch.global` samples.
+
         The sizes come in order, from `consumed` samples on.
         """
         ramp = self.rampup
@@ -97,7 +96,7 @@ class BatchConfig(StrictConfig):
         return steps + samples // self.global_
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield batch sizes that are not whole micro-batches, and a ramp-up that is not in whole increments."""
+        """Yield batch sizes that are not multiples of `micro`, and invalid settings of the ramp-up or the stages."""
         yield from self.find_divisibility_problems(self.micro, f"batch.micro = {self.micro}")
         yield from self._stage_problems()
         yield from self._rampup_problems(self.rampup) if self.rampup is not None else ()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def find_cuda_graph_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield settings with which layers cannot be CUDA graphs, if the run sets `cuda_graphs: layers`."""
+    """Yield a problem for each unmet requirement of CUDA graphs, if the run sets `cuda_graphs: layers`."""
     for need in list_unmet_graph_needs(config) if config.cuda_graphs == "layers" else ():
         yield ConfigProblem("cuda_graphs", f"requires {need}", "layers", "set cuda_graphs=off")
 

@@ -125,12 +125,12 @@ class RunConfig(StrictConfig):
 
     @property
     def registry(self) -> ExtensionRegistry:
-        """All that the extensions of this run add to mega; their modules are imported once in a process."""
+        """Registry of what the run's extensions add to mega; the first access imports their modules."""
         return load_extensions(self.extensions)
 
     @property
     def extension_sample_builders(self) -> dict[str, Callable[..., Any]]:
-        """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
+        """Sample builder of each data kind of an extension that the run uses, by name, with options bound."""
         from mega_data.kinds.extension_samples import ExtensionSampleBuilder  # imports numpy
 
         found: dict[str, Callable[..., Any]] = {}
@@ -511,7 +511,7 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has a tokenizer that raw data can be encoded with."""
+    """Return whether a model's folder has a `tokenizer.json`, with which raw data can be encoded."""
     return (folder / "tokenizer.json").is_file()
 
 

@@ -258,7 +258,8 @@ class OptimizerConfig(StrictConfig):
 
     @property
     def moments(self) -> float:
-        """Number of state values of the optimizer for each weight, of the size of a gradient's.
+        """Number of full-precision values of optimizer state per weight: 2 as of Adam, 1 for Lion, 0 or 1 for SGD.
+
         An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
         """
         return {"lion": 1, "sgd": int(self.sgd.momentum > 0), "adamw8bit": 2 * (1 / 4 + 1 / 256)}.get(self.name, 2)
