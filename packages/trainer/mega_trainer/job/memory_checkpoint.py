@@ -244,7 +244,8 @@ class MemoryCheckpoint:
         return MemoryCopyStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
     def fetch_local_copy(self, complete_step: MemoryCopyStep) -> TrainingStateCopy:
-        """Return this rank's memory copy of the training state of `complete_step`.
+        """Return this rank's memory copy of `complete_step`, received from a backup rank if it is lost here.
+
         The number of ranks of the run may not have changed since.
         """
         for rank in range(complete_step.ranks):

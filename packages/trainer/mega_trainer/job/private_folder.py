@@ -114,11 +114,7 @@ def claim_private_folder(path: Path, launcher: int) -> int:
 
 
 def check_private_folder(path: Path) -> None:
-    """Raise `ConfigError` if a folder is a link, belongs to another user or is open to others.
-
-    Raises:
-        ConfigError: when it is not.
-    """
+    """Raise `ConfigError` if a folder is a link, belongs to another user or is open to others."""
     found = path.lstat()
     if not _is_private(found, stat.S_ISDIR):
         kind = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
