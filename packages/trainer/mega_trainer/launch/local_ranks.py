@@ -91,8 +91,9 @@ def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
 
 
 def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Terminate torchrun with exit status `status` to prevent a useless restart of ranks.
-    It would otherwise restart a rank that was stopped or has a permanent error.
+    """Terminate torchrun, which returns `status`, if it would otherwise restart ranks; only local rank 0 does.
+
+    For a rank that was stopped or has a permanent error, a restart would be useless.
     """
     write_exit_status_note(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
@@ -182,12 +183,10 @@ def default_rank_count(layout_ranks: int, device: str) -> int:
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run a command as `count` ranks on this machine, and wait for them.
-    Signals to end are passed on to the ranks. Return 0, or `INTERRUPTED_STATUS` if they saved and stopped early.
+    """Run a command as `count` ranks on this machine, and wait for them; signals to end are passed on.
 
     Returns:
         0, or `INTERRUPTED_STATUS` when they have saved before their end.
-
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last output; its `exit_status` is the
             rank's. Also when a signal ended the ranks before they trained.
