@@ -208,10 +208,9 @@ def compute_encoder_decoder_layer_flops(
 
 def compute_retro_layer_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token of a layer with retrieved neighbors (RETRO), by part.
-    The layer number `layer` attends to the neighbors.
 
-    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
-    decoder a query attends to all neighbors of its chunk.
+    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and
+    in the decoder a query attends to all neighbors of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None
@@ -323,10 +322,10 @@ def compute_palm_flops_per_token(model: ModelConfig, seq_length: int, target: in
 def compute_flops_by_convention(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
-    """Return the FLOPs per token, forward and backward, by the convention of published throughput figures.
-    See `CONVENTIONS`.
+    """Return the FLOPs per token, forward and backward, by a convention of published throughput figures.
 
-    The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
+    `CONVENTIONS` describes them. They were identified by published pairs of FLOP/s and tokens per second
+    (benchmarks/plan_flops.py).
     """
     if model.has_encoder:
         return compute_model_flops_per_token(model, seq_length, causal=convention == "exact", target=target)

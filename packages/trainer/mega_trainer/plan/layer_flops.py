@@ -202,7 +202,8 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
 
 
 def count_computed_keys(section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int) -> tuple[float, float]:
-    """Return the mean numbers of keys and of index keys that the masked products of DeepSeek-V4's attention have for a query.
+    """Return the mean numbers of keys and of index keys per query that DeepSeek-V4's masked attention computes.
+
     They are the tokens that any query of a part may attend to and the entries that have ended by its end; index keys are the entries,
     if some are not selected.
     """
@@ -237,7 +238,7 @@ def _compressed_attention_flops(
 
 
 def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
-    """Return the forward FLOPs per token of the weights and the mixing of all streams, summed over layers, or nothing without hyper-connections."""
+    """Return the forward FLOPs per token of hyper-connections, summed over layers; {} for a model without them."""
     if model.hyper_connections is None:
         return {}
     n, width = model.hyper_connections.streams, model.stream_width
@@ -296,7 +297,7 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
 
 
 def layer_input_shapes(model: ModelConfig) -> list[MatrixShape]:
-    """Return the shapes [out, in] of the two matrices by which a layer adds its own input to the stream, if it has one."""
+    """Return the shapes [out, in] of the two matrices of a layer's own input (`per_layer_input_size`), or []."""
     size, width = model.per_layer_input_size, model.hidden_size
     return [(size, width), (width, size)] if size else []
 

@@ -94,7 +94,7 @@ def format_layout_settings(settings: Mapping[str, Any]) -> str:
 
 
 def layout_to_yaml(layout: PlannedLayout) -> str:
-    """Return run.yaml text that sets a layout: the sections `parallel`, `batch.micro` and `recompute`."""
+    """Return run.yaml text with all settings of a layout, such as the sections `parallel` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
     nested = apply_config_overrides({}, format_overrides(given))
     if not nested.get("offload", {}).get("activations"):

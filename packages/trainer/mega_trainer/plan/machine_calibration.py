@@ -126,9 +126,7 @@ def _scale_efficiency(
 
 
 def format_calibration_comparison(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
-    """Yield lines of text that compare predicted with measured times before and after calibration.
-    The calibration is of the machine.
-    """
+    """Yield lines of text that compare predicted and measured times before and after a machine's calibration."""
     old, new = before.predict_step_time().seconds, after.predict_step_time().seconds
     yield f"step time: measured {measured.seconds:.4g} s, predicted {old:.4g} s before and {new:.4g} s after the fit"
     if abs(new / measured.seconds - 1) > REPORTED_ERROR:
