@@ -358,7 +358,7 @@ def build_optimizer(
 
 
 def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
-    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    """Return the elementwise optimizer of a run: Lion, SGD or an extension's; None for all others."""
     settings = config.optimizer
     if settings.name == "lion":
         return LionUpdate(settings.betas)

@@ -55,7 +55,8 @@ def format_trained_share(config: RunConfig) -> str:
 
 
 def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
-    """Return the seconds of a step that `mega plan` predicts for the run's machine, or None.
+    """Log and return the seconds of a step that `mega plan` predicts for the run's machine, or return None.
+
     It is None for an unknown machine or a growing batch.
     """
     name = detect_machine(config)
