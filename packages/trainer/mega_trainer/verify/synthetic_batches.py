@@ -16,7 +16,7 @@ from mega_trainer.config.run_config import RunConfig
 
 
 def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
-    """Return the samples of data rank `rank` of `ranks` in a step.
+    """Return random samples of data rank `rank` of `ranks` data ranks for one step.
 
     Tokens are random, documents have uneven lengths, and labels uneven loss weights.
 
