@@ -1,4 +1,4 @@
-"""Atomic files and folders (write to a temporary path, fsync, rename, fsync the folder), file locks, disk-full errors."""
+"""Atomic files and folders (write to a temporary path, fsync, rename), file locks and disk-full errors."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class VisionConfig(StrictConfig):
 
     @property
     def has_variable_tokens(self) -> bool:
-        """True if images have different numbers of placeholder tokens: with tiles, at native resolution, with a module."""
+        """True if images differ in their number of placeholder tokens: tiles, native resolution or a module."""
         return self.pinpoints is not None or self.native is not None or self.module is not None
 
     @property
