@@ -215,7 +215,6 @@ def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokeni
 @dataclass(frozen=True)
 class PreferenceAccuracy:
     """Share of preference pairs in which a reward model scores the chosen answer higher, and the mean margin.
-    In these pairs it scores the chosen answer above the rejected one.
 
     Attributes:
         accuracy: share of pairs whose chosen answer has the larger score.

@@ -93,7 +93,8 @@ class ModelDrafter:
 def make_drafter(
     draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
 ) -> Drafter | Literal["mtp"] | None:
-    """Return the configured source of draft tokens for speculative decoding with a model.
+    """Return the source of draft tokens for speculative decoding that `draft` names, or None for no drafts.
+
     `draft` names the source: the result is the string `mtp`, since the engine builds that one itself, or a draft model
     in an engine of its own with `cache_tokens` and `batch_size`.
 

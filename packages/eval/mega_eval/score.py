@@ -51,7 +51,7 @@ class Score:
 
 @dataclass
 class PrefixTreeRow:
-    """Batch row of packed (context, continuation) pairs to score, in which pairs with a common prefix share its columns.
+    """Batch row of packed (context, continuation) pairs to score; pairs with a common prefix share its columns.
 
     Attributes:
         tokens, positions: of each column.

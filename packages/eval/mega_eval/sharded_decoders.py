@@ -156,7 +156,7 @@ class WeightGatheringDecoder(Decoder):
 
 
 class GatheredDecoder(WeightGatheringDecoder):
-    """Decoder for inference, whole on every rank but for the weights, which are gathered on use."""
+    """Decoder for inference with all layers on every rank, whose sharded weights are gathered on use."""
 
 
 class GatheredPipelineDecoder(WeightGatheringDecoder, PipelineDecoder):

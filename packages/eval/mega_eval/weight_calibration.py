@@ -27,7 +27,7 @@ WINDOW, WINDOWS = 512, 64  # tokens of a sequence, and sequences, at most
 
 @dataclass(frozen=True)
 class TextCalibration:
-    """Second moments of the inputs of a decoder's linear layers on a text file or a token data set.
+    """Calibration text of a quantization, which gives the second moments of the inputs of linear layers.
 
     Attributes:
         model: folder, file or URL of the model, whose weights are not quantized.

@@ -87,7 +87,7 @@ def _write_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_tool_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat message in which the arguments of each tool call are a JSON object instead of JSON text."""
+    """Return a chat message whose tool-call arguments are parsed from JSON text, or unchanged where not valid JSON."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -30,12 +30,12 @@ class LogprobToken(NamedTuple):
 
     @property
     def chat_spelling(self) -> str:
-        r"""Text of the token in the log-probabilities of a chat: bytes that are not whole characters are `\xe2\x80`."""
+        r"""Text of the token in a chat's log-probabilities; bytes of an incomplete character: `\xe2\x80`."""
         return "".join(f"\\x{byte:02x}" for byte in self.raw) if self.text is None else self.text
 
     @property
     def completion_spelling(self) -> str:
-        r"""Text of the token in the log-probabilities of a completion: bytes that are not whole characters are `bytes:\xe2\x80`."""
+        r"""Text of the token in a completion's log-probabilities; bytes of an incomplete character: `bytes:\xe2\x80`."""
         return f"bytes:{self.chat_spelling}" if self.text is None else self.text
 
 
