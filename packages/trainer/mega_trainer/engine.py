@@ -309,8 +309,8 @@ class TrainingEngine:
             )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
-        """Restore weights, optimizer state and step from a checkpoint of any parallel layout.
-        It is the newest checkpoint in `folder`, or `folder` itself if that is a checkpoint.
+        """Restore weights, optimizer state and step from `folder`: its newest checkpoint, or itself if it is one.
+        The checkpoint may be of any parallel layout.
 
         Raises:
             CheckpointError: when the folder holds no checkpoint.

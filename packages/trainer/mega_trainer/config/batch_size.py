@@ -15,10 +15,7 @@ from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCou
 
 
 class BatchRampupConfig(StrictConfig):
-    """Linear ramp-up of the global batch size over the first samples of a run.
-    The global batch begins at `start` samples and grows by `increment` at a time until `samples` samples have been
-    consumed.
-    """
+    """Ramp-up of the global batch size from `start` by `increment` at a time to `batch.global`, at `samples` consumed."""
 
     start: PositiveInt = Field(description="samples of the first step")
     increment: PositiveInt = Field(description="samples by which a step grows")
@@ -77,9 +74,7 @@ class BatchConfig(StrictConfig):
                 consumed += steps * stage.size
 
     def samples_after_steps(self, steps: int, samples: int = 0) -> int:
-        """Return the total of consumed samples after `steps` further optimizer steps.
-        `samples` samples were consumed before them.
-        """
+        """Return the total of consumed samples after `steps` optimizer steps that begin at `samples` samples."""
         for size, count in self.iterate_rampup_sizes(samples):
             taken = min(count, steps)
             samples, steps = samples + taken * size, steps - taken

@@ -51,7 +51,7 @@ def list_unmet_graph_needs(config: RunConfig) -> list[str]:
 
 
 def list_graphed_layers(config: RunConfig) -> list[int]:
-    """Return the numbers of the layers that can be CUDA graphs: attention and an MLP.
+    """Return the indices of the layers that can be CUDA graphs: those of attention and a dense MLP.
     Experts have as many rows as tokens choose them, and recurrent mixers are left out.
     """
     model = config.model

@@ -75,7 +75,7 @@ class ExtensionRegistry:
         return {name: entry for extension in self.extensions for name, entry in getattr(extension, kind).items()}
 
     def find_extension(self, kind: str, name: str) -> Extension:
-        """Return the extension that has the entry `name` of a kind, such as `mixers`."""
+        """Return the extension that provides the object `name` of a kind, such as `mixers`."""
         return next(extension for extension in self.extensions if name in getattr(extension, kind))
 
     def select_kernels(self, names: Sequence[str]) -> list[Kernel]:

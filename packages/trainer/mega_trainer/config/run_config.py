@@ -165,9 +165,7 @@ class RunConfig(StrictConfig):
 
     @property
     def minimum_world_size(self) -> int:
-        """Smallest number of ranks by the configured degrees tp, pp, cp and dp, without expert parallelism.
-        It is the product of the degrees, with dp = 1 if unset.
-        """
+        """Product of the configured degrees tp, pp, cp and dp (1 if unset); expert parallelism may need more ranks."""
         parallel = self.parallel
         return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
 
@@ -196,9 +194,7 @@ class RunConfig(StrictConfig):
         return replace(curve, share=partial(added.share, options=added.options.parse(self.lr_schedule.options)))
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
-        """Return the separate learning-rate curve of the input embedding and the output layer, or None.
-        The curve is a function of consumed samples; None means that it is not configured.
-        """
+        """Return the separate learning-rate curve of the input embedding and output layer, or None if not configured."""
         highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
         if highest is None:
             return None
@@ -216,16 +212,12 @@ class RunConfig(StrictConfig):
 
     @property
     def target_length(self) -> int:
-        """Number of target tokens of a sample, from which the loss is computed.
-        It is `data.seq_length`, or for an encoder-decoder the length of the decoder sequence.
-        """
+        """Number of target tokens of a sample: `data.seq_length`, or the decoder's length of an encoder-decoder."""
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
 
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
-        """Pair of tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens).
-        The second form is for an encoder-decoder.
-        """
+        """Tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens) of an encoder-decoder."""
         return self.data.seq_length, self.target_length if self.model.encoder else None
 
     @property

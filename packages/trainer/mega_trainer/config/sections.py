@@ -258,7 +258,7 @@ class OptimizerConfig(StrictConfig):
 
     @property
     def moments(self) -> float:
-        """Number of full-precision values of optimizer state per weight: 2 as of Adam, 1 for Lion, 0 or 1 for SGD.
+        """Number of fp32-size values of optimizer state per weight: 1 for Lion, 0 or 1 for SGD, 1/2 in 8 bits, else 2.
 
         An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
         """

@@ -35,8 +35,7 @@ TOKENIZER_FILES = (
 
 
 def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a run, or None if there is none.
-    It is the configured tokenizer, else the one that the run's data sets were made with, if its files still exist.
+    """Return the tokenizer of a run: the configured one, else that of its data sets if its files still exist, else None.
 
     Raises:
         DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more

@@ -227,9 +227,7 @@ class MemoryCheckpoint:
         return self._world.size
 
     def newest_complete_step(self) -> MemoryCopyStep | None:
-        """Return the newest step from whose memory copies all ranks can resume, or None.
-        It is None when no step has every rank's copy.
-        """
+        """Return the newest step that has every rank's memory copy, from which all ranks can resume, or None."""
         existing = {copy for copies in self._copies for copy in copies}
         complete = {
             (step, ranks)
@@ -370,9 +368,7 @@ def encode_tensor_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor
 
 
 def should_keep_memory_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether a run keeps copies of its training state in host memory.
-    It does if configured, and if the launcher of its ranks restarts them.
-    """
+    """Return whether a run keeps memory copies of its state: if configured, and its launcher restarts ranks."""
     if not config.checkpoint.memory_every:
         return False
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

@@ -242,7 +242,7 @@ def get_peak_allocated_bytes() -> int:
 
 
 def drop_metrics_after_step(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
-    """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
+    """Remove the lines of metrics.jsonl after `step`; return the first line, the last kept one and the former last one.
 
     Returns:
         The first line, the last one that stays, which is empty when none does, and the last one that was there; None

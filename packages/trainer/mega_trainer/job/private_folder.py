@@ -93,8 +93,7 @@ def launcher_folder_path(root: Path, key: bytes, launcher: int) -> Path:
 
 
 def claim_private_folder(path: Path, launcher: int) -> int:
-    """Create a private folder, or check that an existing one is private, and lock it for this process.
-    Return the descriptor of the lock file in the folder `path`.
+    """Create a private folder, or check that an existing one is private, lock it, and return the lock's descriptor.
 
     Raises:
         ConfigError: when it belongs to another user, or others may use it.

@@ -125,8 +125,7 @@ def convert_unreachable_rank_errors(ranks: RankInfo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
-    """Join the job's torch process group while the `with` block runs, and yield the job's key-value store.
-    A single rank needs neither and gets None.
+    """Join the job's torch process group for the `with` block, and yield the key-value store; None on a single rank.
 
     Args:
         ranks: of this process.
@@ -175,9 +174,7 @@ def _leave_process_group(watch: PeerFailureWatch) -> Iterator[None]:
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
-    """Return the default number of ranks on this machine.
-    It is one per GPU, or on CPU `layout_ranks`, the number that the parallel layout needs.
-    """
+    """Return the default number of ranks on this machine: one per GPU, or on a CPU `layout_ranks`."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else layout_ranks
 

@@ -164,8 +164,8 @@ SCAN_CHUNK = 2048  # tokens between the states that Mamba-1's kernels keep
 
 
 def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
-    """Return the bytes per token that the kernels of Mamba's recurrences move, forward and backward.
-    Inputs and outputs, read and written once in 16 bits, are not counted; 0 for other mixers.
+    """Return the bytes per token that Mamba's recurrence kernels move beyond inputs and outputs, forward and backward.
+    They are 0 for other mixers.
 
     Mamba-1's kernels (`selective_scan_cuda`) take x, step sizes and outputs in fp32 and transposed, so each is copied. They
     keep states once in 2,048 tokens. In the backward each channel adds its gradients of B and C to those of the others.
@@ -282,9 +282,7 @@ def expert_input_width(model: ModelConfig) -> int:
 
 
 def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the number of elements of all feed-forward matrices that are used for one token in a layer.
-    The router is included.
-    """
+    """Return the number of elements of a layer's feed-forward matrices, router included, that are used for one token."""
     width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
     if feed in model.feed_forwards:
         return sum(map(math.prod, _declared_matrices(model.feed_forwards[feed])))

@@ -99,8 +99,7 @@ def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RoughMemoryEstimate:
-    """Rough memory estimate of the first pipeline rank.
-    It excludes layouts before `predict_memory` counts all saved tensors.
+    """Rough memory estimate of the first pipeline rank, which excludes layouts before the exact `predict_memory`.
 
     Attributes:
         model: configuration of the model.

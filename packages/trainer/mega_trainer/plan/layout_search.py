@@ -62,10 +62,7 @@ class PlannedLayout:
 
 
 def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """Return a text that explains the predicted step time of a layout.
-    It has the largest parts of the step time if `layout` is `best`, else the largest differences of `layout` from
-    `best`.
-    """
+    """Return a text with the largest parts of a layout's step time, or its largest differences from `best`."""
     whole, parts = layout.time.seconds, layout.time.parts
     if layout is best:
         return ", ".join(

@@ -71,8 +71,7 @@ def _is_interrupted(line: Mapping[str, object]) -> bool:
 
 
 def fit_machine_efficiency(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
-    """Return the machine with efficiencies that make the predicted time of a run equal the measured time.
-    The times are equal as far as possible.
+    """Return the machine with efficiencies that bring the predicted time of a run as close as possible to the measured.
 
     Raises:
         ConfigError: when the measured time is shorter than at the machine's peak, as of another machine or number of ranks.

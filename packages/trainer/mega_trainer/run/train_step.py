@@ -193,9 +193,8 @@ def evaluate_losses(
 
 @torch.no_grad()
 def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
-    """Return the validation metrics under their metrics.jsonl names.
-    They are mean loss and objective metrics over the first `eval_steps` global batches of `data`, the same batches at
-    every call.
+    """Evaluate the loss and objective metrics on the first `eval_steps` global batches of `data`; return them by name.
+    The names are those in metrics.jsonl; the batches are the same at every call.
     """
     config, executor, objective = context.state.config, context.executor, context.valid_objective
     batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)

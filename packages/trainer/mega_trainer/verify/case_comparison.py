@@ -163,7 +163,7 @@ def compare_cases_with_one_process(
     device: torch.device = CPU,
     context: ContextFactory = nullcontext,
 ) -> Iterator[RankFindings | None]:
-    """Train each case on its first ranks and yield this rank's findings against one process. A collective call.
+    """Train each case on its first ranks; yield this rank's findings against one process, or None if not needed.
 
     Args:
         context: makes the context of each case, but not of one process, for a bug that is planted on purpose.
@@ -179,9 +179,9 @@ def compare_cases_with_outcomes(
     device: torch.device = CPU,
     context: ContextFactory = nullcontext,
 ) -> Iterator[RankFindings | None]:
-    """Yield this rank's findings of every case in turn against given results of one process. A collective call.
+    """Yield this rank's findings of each case against given results of one process, or None if it is not needed.
 
-    The findings of a rank that a case does not need are None.
+    A collective call.
     """
     (rank, _), maker = get_rank_and_world(), make_case_process_groups(cases)
     for case in cases:

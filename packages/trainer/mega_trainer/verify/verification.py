@@ -379,7 +379,7 @@ def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields:
 
 
 def count_stable_steps(tiny: TinyModelRun, layers: int) -> int:
-    """Return the number of steps whose errors are distinct from rounding.
+    """Return the number of steps to compare: 1 for many delta-rule layers, else `STEPS`.
 
     Many layers with delta rules magnify rounding by forty in each step.
     """
