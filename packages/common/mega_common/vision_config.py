@@ -144,8 +144,8 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt.
-        It is `image` between the `begin` and `end` token texts, as the processors of Gemma 3 and Qwen write it.
+        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts.
+        The processors of Gemma 3 and Qwen write it so.
         """
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 

@@ -37,9 +37,7 @@ class NgramDrafter:
         self._texts, self._longest = texts, longest
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request by n-gram lookup in its prompt.
-        There are none for any request if there are more requests than the configured maximum.
-        """
+        """Return draft tokens for each request by n-gram lookup in its prompt; none for more requests than configured."""
         if self._texts is not None and len(requests) > self._texts:
             return [[] for _ in requests]
         return [self._find_continuation(request.prompt, request.limits.max_new_tokens) for request in requests]
@@ -116,8 +114,8 @@ def make_drafter(
 
 
 def choose_default_drafter(model: Decoder) -> Drafter | None:
-    """Return the default source of draft tokens for speculative decoding, or None.
-    It is n-gram lookup for fp32 or fp64 on a CPU, where verifying the drafts of a few texts costs little.
+    """Return an n-gram drafter for an fp32 or fp64 model on a CPU, else None.
+    On a CPU, verifying the drafts of a few texts costs little.
 
     Half precision has none: its logits often tie, and the rounding of larger GEMMs would change which token wins.
     """

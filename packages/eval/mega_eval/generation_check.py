@@ -50,7 +50,7 @@ class _TokenNumbers:
 
 
 def compare_generation_with_training(case: LayoutCase) -> GenerationFindings | str:
-    """Compare the log-probabilities of generated text with those of one training forward of the same tokens.
+    """Compare log-probabilities of generated text with a training forward's, or return why a model has no comparison.
 
     Generation computes the prompt in chunks and new tokens one by one, with a cache. If it differs, the first activation
     that differs is found in a second generation.

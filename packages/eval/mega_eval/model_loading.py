@@ -407,12 +407,9 @@ def _parse_json_asset(asset: Path | bytes | None, name: str) -> Mapping[str, Any
 
 
 def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
-    """Raise DataError if sequences are too long for the model's learned position embeddings.
-    With other positions, only warn if the model was trained for fewer than `length` tokens. `what` names the sequences
-    in the message.
+    """Raise DataError if sequences are too long for learned position embeddings; with other positions only warn.
 
-    Raises:
-        DataError: naming `what`.
+    The warning is for more tokens than the model was trained for; `what` names the sequences in both messages.
     """
     if length <= config.max_position:
         return

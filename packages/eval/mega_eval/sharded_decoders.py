@@ -53,9 +53,7 @@ class PipelineDecoder(Decoder):
         )
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens of the first pipeline stage, hidden states [B, S, D].
-        On ranks without the first pipeline stage it is an empty buffer of that shape.
-        """
+        """Return embedded tokens [B, S, D] on the first pipeline stage; an uninitialised buffer on other ranks."""
         if self.stage.embeds:
             return super().embed_inputs(tokens, positions, *more, **named)
         return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)

@@ -61,8 +61,8 @@ ToolChoice = Annotated[
 
 
 def add_tools_to_messages(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat for a chat template that does not render tools.
-    A description of `tools` is appended to the system message, and calls and their results become text.
+    """Return a chat's messages with `tools` described in the system message, for a template that does not render them.
+    Calls and their results become text.
     """
     turns = [_write_calls(message) for message in messages]
     if not tools:

@@ -97,8 +97,7 @@ KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Sequence", "Split
 
 
 def find_max_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum number of bytes of text that one token of a tokenizer stands for, or None.
-    It is None if the tokenizer may drop or merge text.
+    """Return the largest number of bytes of text of a token; None for a tokenizer that may drop or merge text.
 
     The maximum exists for byte-pair encodings without normalization in which every byte has a token.
     """
