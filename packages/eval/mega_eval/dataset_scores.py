@@ -182,7 +182,7 @@ def check_token_ids_in_vocabulary(prefix: Path, vocab_size: int) -> None:
 
 
 def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DatasetInfo | None:
-    """Check that a data set has the vocabulary and tokenizer of a model, and return the data set's info.
+    """Check that a data set fits a model's vocabulary, tokenizer and positions, and return its info; None without info.
     `tokenizer` is the model's, or None to skip that comparison.
 
     Raises:

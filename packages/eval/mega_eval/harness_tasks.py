@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        """Id of the token that ends a text."""
+        """Id of the token that ends a text; None if the tokenizer has none."""
         return self.text.tokenizer.eos_id
 
     @property

@@ -110,7 +110,7 @@ class EngineDriver:
         self._thread.start()
 
     def stop_thread(self, seconds: float = LAST_STEP) -> bool:
-        """Stop the engine's thread after the current step and drop open requests; return False if not done in `seconds`."""
+        """Stop the engine's thread after the current step and drop open requests; return False if not done in time."""
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)

@@ -97,9 +97,7 @@ class StreamingTextReader:
         return bool(found)
 
     def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[ParsedAnswerDelta | None, None, str | None]:
-        """Yield the text before the first of `marks` as it arrives, drop the mark and return it.
-        Returns None if the text ends without a mark.
-        """
+        """Yield the text before the first of `marks` as it arrives, drop the mark and return it; None if none comes."""
         while (found := self._find_first(marks)) is None and not self.ended:
             held = max((measure_partial_stop_match(self.unread, mark) for mark in marks), default=0)
             if ready := self.read(len(self.unread) - held):

@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 
 def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a run: the configured one, else that of its data sets if its files still exist, else None.
+    """Return the tokenizer of a run: the configured one, else that of its data sets if its files exist, else None.
 
     Raises:
         DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more

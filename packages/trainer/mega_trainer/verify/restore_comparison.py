@@ -64,9 +64,9 @@ def restore_in_other_layouts(
     folder: Path,
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> Iterator[RestoreFindings | None]:
-    """Yield this rank's findings about checkpoints saved in one layout and restored in another. A collective call.
+    """Yield this rank's findings of each checkpoint that is restored in another layout, or None if it is not needed.
 
-    Each pair trains in its first layout, saves, restores in the second, and trains on.
+    Each pair trains in its first layout, saves, restores in the second, and trains on. A collective call.
 
     Args:
         folder: for the checkpoints.
