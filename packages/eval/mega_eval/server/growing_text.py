@@ -82,7 +82,7 @@ class StreamingTextReader:
         return text
 
     def skip_whitespace(self) -> Waits:
-        """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
+        """Drop white space, waiting for the character after it, and return whether there is one."""
         self.unread = yield from self.peek_past_whitespace()
         return bool(self.unread)
 

@@ -190,7 +190,7 @@ class MuonConfig(StrictConfig):
 
 
 class SoapConfig(StrictConfig):
-    """Settings of the SOAP optimizer, which updates hidden matrices by Adam in the eigenbasis of Shampoo's preconditioners.
+    """Settings of the SOAP optimizer: Adam on hidden matrices in the eigenbasis of Shampoo's preconditioners.
     Other parameters use AdamW; lr, betas, eps and weight_decay are common.
     """
 
@@ -217,7 +217,7 @@ OptimizerName = Literal["adamw", "adamw8bit", "muon", "soap", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
-    """Maximal update parametrization (muP, arXiv:2203.03466) for Adam: the best learning rate does not change with the width.
+    """Maximal update parametrization (muP, arXiv:2203.03466): the best lr of Adam does not change with the width.
 
     With m = model.hidden_size / base_width, hidden matrices have the learning rate lr / m and the initial standard
     deviation init_std / sqrt(m), and logits the factor 1 / m (`model.logit_scale`). At m = 1 nothing changes. Heads and

@@ -356,7 +356,7 @@ class MemoryCheckpoint:
 
 
 def encode_tensor_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return the metadata of all slices of sharded tensors as JSON in a uint8 tensor, in the order of an in-memory checkpoint.
+    """Return the metadata of all slices of sharded tensors, in a memory copy's order, as JSON in a uint8 tensor.
     It has the key, global shape, offset, shape and dtype of each slice of `tensors`.
     """
     boxes = [

@@ -39,7 +39,7 @@ class StepHooks:
         return sums
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars that are summed over all ranks with the loss; called just before the all-reduce."""
+        """Return this rank's scalars to be summed over all ranks with the loss; called just before the all-reduce."""
         return StepScalars()
 
     def accepts_loss(self, loss: float) -> bool:

@@ -55,7 +55,7 @@ def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, cl
 
 
 def draw_sample_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig) -> SampleImages | None:
-    """Draw none (None), one or two images in a sample, the first possibly truncated, and write placeholders to `tokens`.
+    """Draw none (None), one or two images in a sample, the first possibly truncated; write placeholders to `tokens`.
 
     Images in tiles or at native resolution have several sizes, and so different numbers of placeholders.
     """
