@@ -269,7 +269,7 @@ class _ApplyRotary(Function):
         ctx.interleaved, ctx.leaves = interleaved, leaves
         ctx.turning = sum(heads[:turning])
         out = leaves(fusible_rotary_embedding, cos, sin, interleaved, False, ctx.turning, x)
-        return torch.split(out, list(heads), -2)
+        return out.split_with_sizes(list(heads), -2)
 
     @staticmethod
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:

@@ -159,12 +159,22 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
+        if self.parallel:
+            return self._forward_parallel(x, context)
+        y = None
+        for branch in (self.mixer, self.cross, self.feed):
+            if branch is not None:
+                x, normed = branch.add_and_norm(x, y)
+                y = branch(normed, context)
+        return x if y is None else x + y
+
+    def _forward_parallel(self, x: Tensor, context: ForwardContext) -> Tensor:
         added: list[Tensor] = []
         for branch in filter(None, (self.mixer, self.cross, self.feed)):
             if not (added and self.shared_norm):
-                x, normed = branch.add_and_norm(x, *(() if self.parallel else added[-1:]))
+                x, normed = branch.add_and_norm(x)
             added.append(branch(normed, context))
-        return sum(added if self.parallel else added[-1:], start=x)
+        return sum(added, start=x)
 
 
 class GemmaLayer(TransformerLayer):

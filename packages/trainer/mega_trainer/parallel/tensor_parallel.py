@@ -144,9 +144,10 @@ class ColumnParallelLinear(nn.Module):
 
 def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
     """Return parameters [N_i, ..] concatenated to one tensor [N, ..], or None if there are none."""
-    if len(parts) < 2:
-        return parts[0] if len(parts) else None
-    return torch.cat(list(parts))
+    values = [*parts._parameters.values()]  # indexing a ParameterList takes several times as long
+    if len(values) < 2:
+        return values[0] if values else None
+    return torch.cat(values)
 
 
 class RowParallelLinear(nn.Module):
