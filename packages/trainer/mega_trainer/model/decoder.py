@@ -5,7 +5,6 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +21,9 @@ from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.attention import build_relative_position_bias_table
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
+from mega_trainer.model.input_embeddings import PositionTypeEmbeddings, apply_embedding_scale
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.model.output_heads import MultiTokenPredictor, OutputHead, OutputProjection
 from mega_trainer.model.relative_position_bias import BucketedPositionBias, LinearPositionBias, PositionBias
 from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
@@ -31,40 +31,6 @@ from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
-
-
-class MultiTokenPredictor(nn.Module):
-    """Multi-token prediction (MTP) layer, which predicts one more token ahead.
-    Its number `layer` follows the numbers of the model's layers.
-
-    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
-    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
-
-        h = norm(block(W [enorm(embedding), hnorm(h)]))
-
-    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
-    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
-    part of the sequence.
-    """
-
-    def __init__(self, build: LayerBuilder, layer: int) -> None:
-        super().__init__()
-        name, width = f"model.layers.{layer}", build.config.hidden_size
-        self.layer, self.linear = layer, build.unsharded_linear
-        self.embedding_norm = build.build_residual_norm(f"{name}.enorm")
-        self.hidden_norm = build.build_residual_norm(f"{name}.hnorm")
-        self.join = build.build_replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
-        self.block = build_transformer_layer(build, layer)
-        self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
-
-    def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
-        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
-        or S/T, D] (S/T under sequence parallelism over T ranks).
-        """
-        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
-        return y
 
 
 @dataclass(frozen=True)
@@ -105,53 +71,6 @@ class PipelineStageLayers:
         It then gets it with each micro-batch.
         """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
-
-
-class PositionTypeEmbeddings(nn.Module):
-    """Learned position and segment-type embeddings and their norm: norm(x + position + type).
-    The sum has the terms that the model has; embeddings narrower than the layers are projected. Weights are whole on every
-    tensor rank.
-    """
-
-    def __init__(self, build: LayerBuilder) -> None:
-        super().__init__()
-        config, width = build.config, build.config.embedding_width
-        self.offset, self.tp, self.sp = config.position_offset, build.groups.tp, build.sp
-
-        def build_table(name: str, rows: int) -> nn.Parameter | None:
-            return build.build_replicated(f"model.{name}.weight", (rows, width), std=config.init_std) if rows else None
-
-        rows = config.max_position + self.offset if config.position == "learned" else 0
-        self.positions = build_table("embed_positions", rows)
-        self.types = build_table("embed_types", config.token_types)
-        self.norm = build.build_residual_norm("model.embed_norm", width) if config.embedding_norm else None
-        self.linear, self.weight, self.bias = build.unsharded_linear, None, None
-        if config.embedding_size:
-            shape, std = (config.hidden_size,), config.init_std
-            self.weight = build.build_replicated("model.embed_proj.weight", (*shape, width), std=std)
-            self.bias = build.build_replicated("model.embed_proj.bias", shape)
-
-    def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add the model's position and type embeddings to token embeddings x; normalise and project if configured.
-        x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
-        [B, S] (None: all are 0).
-        """
-        part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
-        if self.positions is not None:
-            x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
-        if self.types is not None:
-            x = x + F.embedding(torch.zeros_like(positions[:, part]) if types is None else types[:, part], self.types)
-        x = x if self.norm is None else self.norm(x)
-        return x if self.weight is None else self.linear(x, self.weight, self.bias)
-
-
-def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Multiply token embeddings [.., D] by the model configuration's factors.
-    Gemma's sqrt(D) is rounded to their dtype, as in training.
-    """
-    if config.scale_embeddings:
-        x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
-    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 class Decoder(nn.Module):

@@ -1,4 +1,4 @@
-"""Output heads after a model's layers: final norm, logits and losses, masked language modelling, pooler.
+"""Output heads after a model's layers: final norm, logits and losses, multi-token and masked prediction, pooler.
 
 Modules before the output matrix work on this rank's part of the sequence: under sequence parallelism their gradients are
 summed over the tensor ranks, otherwise each rank has the whole gradient.
@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
 from mega_trainer.distributed.comm import all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.hyper_connections import build_final_norm
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vocab_parallel_loss import (
     LossTargets,
     TeacherTargets,
@@ -167,3 +169,37 @@ class OutputHead(nn.Module):
             self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, other,
         )  # fmt: skip
         return total, losses.view(shape)
+
+
+class MultiTokenPredictor(nn.Module):
+    """Multi-token prediction (MTP) layer, which predicts one more token ahead.
+    Its number `layer` follows the numbers of the model's layers.
+
+    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
+    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
+
+        h = norm(block(W [enorm(embedding), hnorm(h)]))
+
+    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
+    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
+    part of the sequence.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        name, width = f"model.layers.{layer}", build.config.hidden_size
+        self.layer, self.linear = layer, build.unsharded_linear
+        self.embedding_norm = build.build_residual_norm(f"{name}.enorm")
+        self.hidden_norm = build.build_residual_norm(f"{name}.hnorm")
+        self.join = build.build_replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
+        self.block = build_transformer_layer(build, layer)
+        self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
+        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
+        or S/T, D] (S/T under sequence parallelism over T ranks).
+        """
+        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
+        return y
