@@ -332,7 +332,7 @@ class CleaningRun:
         return f"{folder}/{len(self.state.starts) - 1:05}{suffix}"
 
     def run_second_pass(self) -> None:
-        """Remove duplicate documents from the first pass's output files, one file at a time."""
+        """Divide the first pass's documents into kept ones and duplicates, file by file, if `duplicates` is set."""
         state, rule = self.state, self.config.duplicates
         if rule is None:
             return

@@ -173,7 +173,7 @@ def _get_judge(settings: CleaningWorkerSettings) -> DocumentCleaner:
 
 
 class DocumentCleaner:
-    """Applies the cleaning rules of a configuration, except deduplication, to documents."""
+    """Cleaner of documents by all rules of a configuration except deduplication."""
 
     def __init__(self, settings: CleaningWorkerSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)

@@ -25,7 +25,7 @@ OPEN_BLOCKS = 4  # a step and the ones that are read ahead may be in several blo
 
 @dataclass(frozen=True)
 class BlockStart:
-    """Number of a block, its first sample in an epoch, and its start in the data."""
+    """Start of a block of documents: its number, its first sample in an epoch, and its position in the data."""
 
     number: int
     first: int
@@ -33,7 +33,7 @@ class BlockStart:
 
 
 class LoadedSampleBlock(NamedTuple):
-    """Samples of a block, and their number `size` in an epoch."""
+    """Samples of one open block of documents, and their number in an epoch (`size`)."""
 
     samples: DatasetSamples[Any]
     size: int

@@ -72,7 +72,6 @@ class WholeWordMasker:
 
     def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
         """Yield runs of positions in `tokens` to mask, in the order they are drawn, int64 each.
-        The number of masked tokens is bounded by `length`.
 
         `length` is the target length of the sample, which bounds the number of masked tokens. The generator draws
         lazily, so draws of the caller between two runs come between its own.

@@ -178,9 +178,8 @@ class IndexedWriter:
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
         """Divide the tokens written since the last call into sequences and documents.
-        Sequences have these `lengths`, and document i has `sequences[i]` sequences.
 
-        `sequences` is the number of sequences of each document.
+        Sequences have these `lengths`, and document i has `sequences[i]` sequences.
         """
         sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
@@ -209,7 +208,7 @@ class IndexedWriter:
         self._ends.frombytes((reader.document_index[1:] + first).tobytes())
 
     def finish_files(self) -> None:
-        """Write the index and flush all files in the partial folder to disk; only `close` renames them."""
+        """Write the index and flush all files in the partial folder to disk, without renaming them."""
         with convert_write_errors_to_data_error(self.prefix):
             self._write_index("idx", self.dtype, self._code)
             if self._mask is not None:
@@ -218,9 +217,8 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Finish the files of a data set and rename them to their final names, replacing an earlier data set.
-        The `.idx` is renamed last. No effect after `release_lock`.
 
-        No effect after `release_lock`.
+        The `.idx` is renamed last. No effect after `release_lock`.
         """
         if self._lock is None:
             return
