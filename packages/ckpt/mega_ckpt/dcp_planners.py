@@ -266,8 +266,10 @@ class ShardStorageWriter(StorageWriter):
 
 
 class ShardStorageReader(StorageReader):
-    """Storage reader of torch.distributed.checkpoint (DCP) that reads the bytes that a rank's tensor slices need, and verifies checksums if asked.
-    `advance` is called with the number of bytes of each read.
+    """Storage reader of torch.distributed.checkpoint (DCP) that fills a rank's tensor slices from safetensors shards.
+
+    Only the bytes that the slices need are read, and with `verify` compared with their checksums. `advance` is called
+    with the number of bytes of each read.
     """
 
     def __init__(self, folder: Location, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:

@@ -259,9 +259,9 @@ def regular_file_size(folder: Path, name: str) -> int:
 
 def mmap_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
     """Return bytes [begin, end) of a file as a private memory map, uint8.
-    Bytes are read when used and released with the tensor. `whole` is a hint that all of them will be used.
 
-    With `whole`, exactly these bytes are requested from the disk at once; else the kernel's read-ahead decides.
+    Bytes are read when used and released with the tensor. With `whole`, a hint that all of them will be used, exactly
+    these bytes are requested from the disk at once; else the kernel's read-ahead decides.
     """
     if begin == end:
         return torch.empty(0, dtype=torch.uint8)

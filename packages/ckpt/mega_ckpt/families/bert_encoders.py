@@ -55,7 +55,7 @@ class EncoderFamily(ModelFamily):
     has_task_heads: bool = True
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
-        """Return `model` as `ModelFamily.normalize_model`, with tied embeddings if it has no output layer."""
+        """Return `model` without redundant settings, and with tied embeddings if it has a task head."""
         model = super().normalize_model(model)
         return model.model_copy(update={"tie_embeddings": True}) if model.task_head else model
 
@@ -144,7 +144,7 @@ class EncoderHeadsEntry:
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `architectures` of config.json with its value with the transformers class that has the model's heads."""
+        """Return the config.json key `architectures` with the transformers class that has the model's heads."""
         expected = {"activation": self.activation or model.activation, "dense": True, "dense_bias": True, "bias": True}
         if model.sentence_pairs and not self.has_pairs:
             raise ConfigMismatchError("sentence_pairs must be False")

@@ -316,23 +316,14 @@ class PerHeadNormEntry:
 
 
 def check_config_json_head_dim(raw: ConfigDict) -> None:
-    """Check that `head_dim` in a config.json, if given, is hidden_size / num_attention_heads.
-    Raises ConfigMismatchError if not.
-
-    Raises:
-        ConfigMismatchError: when it is not.
-    """
+    """Raise ConfigMismatchError if `head_dim` in a config.json is given and not hidden_size / num_attention_heads."""
     width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if size is not None and width and heads and size != width // heads:
         raise ConfigMismatchError(f"head_dim = {size!r} must be {width // heads}")
 
 
 def check_heads_fill_hidden_size(model: ModelConfig) -> None:
-    """Check that head_dim * num_attention_heads is hidden_size; ConfigMismatchError if not.
-
-    Raises:
-        ConfigMismatchError: when they are not.
-    """
+    """Raise ConfigMismatchError if head_dim * num_attention_heads of a model is not its hidden_size."""
     if model.query_key_head_dim * model.num_attention_heads != model.hidden_size:
         raise ConfigMismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.query_key_head_dim}")
 

@@ -270,7 +270,7 @@ class KeylessFourfoldFfnConfigEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size`, four times the hidden size in config.json."""
         return {"ffn_hidden_size": 4 * raw.get("n_embd", raw.get("hidden_size", 768))}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

@@ -55,10 +55,9 @@ def parse_layer_mixers(
 
 def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
     """Return the mixer of each layer of `model`, checked for a hybrid of attention and `recurrent`.
-    Raises ConfigMismatchError unless each layer has attention or `recurrent` and a feed-forward block.
 
     Raises:
-        ConfigMismatchError: for a layer without either, or with another mixer than attention or `recurrent`.
+        ConfigMismatchError: unless each layer has attention or `recurrent`, and a feed-forward block.
     """
     kinds = model.layer_kinds[: model.num_layers]
     if not all(kind.mixer in ("attention", recurrent) and kind.feed_forward for kind in kinds):

@@ -86,7 +86,7 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """Translation to and from config.json of `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`.
+    """Translation to and from config.json of `mlp_bias`, and of the section `moe` if some layer has experts.
     With experts, `mlp_bias` must be false.
     """
 

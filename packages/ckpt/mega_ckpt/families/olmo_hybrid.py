@@ -117,7 +117,7 @@ class ConvolutionThird(DiskTensor):
     number: int
 
     def fit_to_shape(self, shape: TensorShape) -> DiskTensor:
-        """Return the disk tensor of a third of the channels, as torch.chunk gives it, in a file where it has that shape."""
+        """Return this disk tensor, or the third of all channels that torch.chunk gives if only that has `shape`."""
         ends = [sum(part.shape[0] for part in self.whole[: number + 1]) for number in range(3)]
         size = -(-ends[-1] // 3)
         first, last = self.number * size, min((self.number + 1) * size, ends[-1])

@@ -132,7 +132,7 @@ class VisionLanguageFamily(ModelFamily):
         return self.text or next((family for family in self.own_texts if family.name == name), None)
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the images of this config.json are supported; else its text model may be, on its own."""
+        """Return True: images are supported, unless a subclass reads some config.json files as those of text models."""
         return True
 
     @property

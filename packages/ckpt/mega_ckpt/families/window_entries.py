@@ -204,11 +204,9 @@ class RopeInWindowsEntry:
 
 
 def check_layer_types(raw: ConfigDict, size: int | None) -> None:
-    """Check that the list `layer_types` of a config.json agrees with the same window in every layer.
-    The family has a window of `size`, or none, in every layer. The list may be absent from `raw`, the config.json.
+    """Raise ConfigMismatchError if a config.json's `layer_types` disagrees with one window, or none, in all layers.
 
-    Raises:
-        ConfigMismatchError: when it does not.
+    The family has a window of `size`, or none, in every layer. The list may be absent from `raw`, the config.json.
     """
     kind = _LOCAL if size else _FULL
     if any(each != kind for each in raw.get("layer_types") or ()):

@@ -354,7 +354,7 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Translation to and from config.json of a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
+    """Mapping of a boolean Megatron argument to the negation of a boolean field of `ModelConfig`."""
 
     key: str
     field: str
