@@ -178,8 +178,8 @@ class ManifestCommitter:
         return get_checkpoint_step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Upload the manifest, which makes the checkpoint on the object store complete, then delete other saves of its step.
-        If the reply is lost, the result is unknown, so the files are kept.
+        """Upload the manifest, which makes the checkpoint complete, then delete other saves of its step.
+        If the reply of the object store is lost, the result is unknown, so the files are kept.
         """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):

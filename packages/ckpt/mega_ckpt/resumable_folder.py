@@ -154,7 +154,7 @@ class LocalJournal:
 
 
 class RemoteJournal:
-    """Journal on an object store by which an interrupted conversion resumes: each finished object has a small note object."""
+    """Journal on an object store by which an interrupted conversion resumes: a note for each finished object."""
 
     def __init__(self, folder: RemotePath) -> None:
         self.folder: Location = folder

@@ -219,7 +219,7 @@ class LocalAttentionEntry:
 
 @dataclass(frozen=True)
 class TokenTypesEntry(KeyEntry):
-    """Translation to and from config.json of the number of segment types of a family that always has embeddings of them."""
+    """Translation to and from config.json of the number of segment types, which have embeddings always."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `token_types`; ConfigMismatchError for 0."""

@@ -45,7 +45,7 @@ _STREAMS = {"hc_mult": ("streams", 4), "hc_sinkhorn_iters": ("iterations", 20), 
 
 @dataclass(frozen=True)
 class CompressedAttentionEntry:
-    """Translation to and from config.json of the kind of each layer and the sizes of attention, sections `layers` and `compressed`."""
+    """Translation to and from config.json of layer kinds and attention sizes (sections `layers`, `compressed`)."""
 
     handled_config_keys: frozenset[str] = frozenset({
         "layer_types", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", *_SIZES, *_INDEXER,
@@ -157,7 +157,9 @@ class HashTableEntry:
 
 @dataclass(frozen=True)
 class CompressedRopeEntry:
-    """Translation to and from config.json of two sets of rotary parameters: of layers with compressed entries, and of those without."""
+    """Translation to and from config.json of two sets of rotary parameters.
+    One is of layers with compressed entries, the other of those without.
+    """
 
     rope: RopeEntry
     local: RopeEntry

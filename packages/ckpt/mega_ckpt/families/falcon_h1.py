@@ -68,7 +68,7 @@ class HybridLayersEntry:
 
 @dataclass(frozen=True)
 class OutputNormEntry:
-    """Translation to and from config.json of the output norm of Falcon-H1's Mamba-2, before or after the gate, or absent."""
+    """Translation to and from config.json of Falcon-H1's Mamba-2 output norm: before or after the gate, or none."""
 
     handled_config_keys: frozenset[str] = frozenset({"mamba_rms_norm", "mamba_norm_before_gate"})
     handled_model_fields: frozenset[str] = frozenset({"norm"})

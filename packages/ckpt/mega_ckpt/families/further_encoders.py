@@ -48,7 +48,9 @@ _POST_NORM = {"causal": False, "norm": "layernorm", "norm_position": "sum", "emb
 
 @dataclass(frozen=True)
 class ClassifierActivationEntry:
-    """Translation to and from config.json of the activation of a classifier's dense layer, which follows from the class in config.json."""
+    """Translation to and from config.json of the activation of a classifier's dense layer.
+    It follows from the class in config.json.
+    """
 
     activation: str
     handled_config_keys: frozenset[str] = frozenset()
@@ -299,7 +301,7 @@ JINA_EMBEDDINGS_V3 = EncoderFamily(
 
 @dataclass(frozen=True)
 class FixedPositionOffsetEntry:
-    """Translation to and from config.json of MPNet's learned positions, which start at row 2 whatever the padding token is."""
+    """Translation to and from config.json of MPNet's learned positions, which always start at row 2."""
 
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings"})
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
@@ -383,8 +385,9 @@ GTE = EncoderFamily(
 
 @dataclass(frozen=True)
 class EuroBertHeadsConfigEntry:
-    """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, whose bias is the MLP's, and classifiers.
-    A classifier has a dense layer with GELU, on the first token (`classifier_pooling`: bos).
+    """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, or a classifier.
+    The bias of the output layer is the MLP's. A classifier has a dense layer with GELU, on the first token
+    (`classifier_pooling`: bos).
     """
 
     handled_config_keys: frozenset[str] = frozenset({"classifier_pooling"})

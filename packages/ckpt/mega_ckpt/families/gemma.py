@@ -50,7 +50,9 @@ GEMMA = ModelFamily(
 
 @dataclass(frozen=True)
 class QueryScaleEntry:
-    """Translation to and from config.json of Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
+    """Translation to and from config.json of Gemma's `query_pre_attn_scalar`, an integer.
+    Attention scores are divided by its square root.
+    """
 
     default: int
     handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})

@@ -45,7 +45,9 @@ class LogitsScalingEntry:
         return {"logit_scale": 1 / divisor}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `logits_scaling` of config.json with its value, the inverse of `logit_scale`, rounded if rounding loses nothing."""
+        """Return the key `logits_scaling` of config.json with its value, the inverse of `logit_scale`.
+        It is rounded if rounding loses nothing.
+        """
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -54,7 +56,7 @@ class LogitsScalingEntry:
 
 @dataclass(frozen=True)
 class AttentionMultiplierEntry:
-    """Translation to and from config.json of Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
+    """Translation to and from config.json of Granite's `attention_multiplier`, the factor on scores, 1 by default."""
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
@@ -237,7 +239,9 @@ GRANITE_MOE_SWA = ModelFamily(
 
 @dataclass(frozen=True)
 class HyperClovaXNormConfigEntry:
-    """Translation to and from config.json of HyperCLOVA X's `attention_multiplier`, absent or null for the usual scale, and `use_post_norm`."""
+    """Translation to and from config.json of HyperCLOVA X's `attention_multiplier` and `use_post_norm`.
+    The multiplier is absent or null for the usual scale.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier", "use_post_norm"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "norm_position"})

@@ -76,7 +76,7 @@ def to_transformers_layer_types(
 
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
-    """Translation to and from config.json of fields of `ModelConfig` that no layer of the family uses but that need a value.
+    """Translation to and from config.json of `ModelConfig` fields that no layer uses but that need a value.
     The value is a number, or that of a config.json key.
     """
 

@@ -38,7 +38,7 @@ _MTP = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 0)
 
 @dataclass(frozen=True)
 class IndexedAttentionEntry(LatentAttentionEntry):
-    """Translation to and from config.json of latent attention with an indexer in every layer, section `mla` of `ModelConfig`.
+    """Translation to and from config.json of latent attention with an indexer in every layer (section `mla`).
     `heads` are the index heads if the key is absent; `interleaved` is the order of rotary pairs, which no key has.
     """
 

@@ -180,8 +180,9 @@ _FULL, _LINEAR, _MLP = "full_attn", "linear_attn", "mlp"
 
 @dataclass(frozen=True)
 class MiniMaxLayersEntry:
-    """Translation to and from config.json of the kind of each layer of MiniMax-Text-01, with heads of lightning attention like those of attention.
-    Without a list, every second layer has lightning attention.
+    """Translation to and from config.json of the kinds of layers of MiniMax-Text-01.
+    Heads of lightning attention are like those of attention. Without a list, every second layer has lightning
+    attention.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"layer_types", "block_size"})
@@ -214,7 +215,9 @@ class MiniMaxLayersEntry:
 
 @dataclass(frozen=True)
 class ResidualFactorsEntry:
-    """Translation to and from config.json of the factors of MiniMax-Text-01 on residual (alpha) and addend (beta), by the kind of half layer."""
+    """Translation to and from config.json of MiniMax-Text-01's factors on residual (alpha) and addend (beta).
+    They depend on the kind of half layer.
+    """
 
     kinds: Mapping[str, str] = field(default_factory=lambda: {_FULL: "attention", _LINEAR: "lightning", _MLP: "moe"})
     handled_config_keys: frozenset[str] = frozenset(

@@ -38,7 +38,7 @@ _FULL, _WINDOW, _CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(frozen=True)
 class Llama4AttentionEntry:
-    """Translation to and from config.json of Llama 4's attention: chunks, rotary positions, scaled queries and norms of queries and keys.
+    """Translation to and from config.json of Llama 4's attention: chunks, rotary positions, scaling and norms.
     Layers without rotary positions have scaled queries, and no norms of queries and keys.
     """
 

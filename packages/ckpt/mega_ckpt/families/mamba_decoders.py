@@ -114,7 +114,7 @@ GRANITE_MOE_HYBRID = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionLayersEntry:
-    """Translation to and from config.json of Bamba's `attn_layer_indices`: the layers with attention; all other layers are Mamba-2."""
+    """Translation to and from config.json of Bamba's `attn_layer_indices`: all other layers are Mamba-2."""
 
     handled_config_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
     handled_model_fields: frozenset[str] = frozenset({"layers"})
@@ -131,7 +131,11 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `attn_layer_indices` of config.json with its value; ConfigMismatchError for a model with experts."""
+        """Return the key `attn_layer_indices` of config.json with its value.
+
+        Raises:
+            ConfigMismatchError: for a model with experts.
+        """
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -194,7 +198,11 @@ class MambaLayersEntry:
         return {"num_layers": len(layers), "layers": [self.mixer] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_hidden_layers` of config.json with its value; ConfigMismatchError unless every layer has the mixer alone."""
+        """Return the key `num_hidden_layers` of config.json with its value.
+
+        Raises:
+            ConfigMismatchError: unless every layer has the mixer alone.
+        """
         if any(kind != (self.mixer, None) for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all be {self.mixer!r}")
         return {"num_hidden_layers": model.num_layers}

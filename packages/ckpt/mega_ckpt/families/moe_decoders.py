@@ -201,7 +201,7 @@ MELLUM = ModelFamily(
 
 @dataclass(frozen=True)
 class ErnieMoeLayersConfigEntry:
-    """Translation to and from config.json of ERNIE 4.5's layers with experts: every n-th layer between a first and a last."""
+    """Translation to and from config.json of ERNIE 4.5's expert layers: every n-th between a first and a last."""
 
     handled_config_keys: frozenset[str] = frozenset(
         {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}

@@ -297,7 +297,7 @@ SHARED_MLP_RULES = tuple(
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """Translation to and from config.json of a number of shared experts, which mega stores as one expert of their total width.
+    """Translation to and from config.json of the number of shared experts, which mega stores as one wide expert.
 
     Attributes:
         default: number of shared experts if the key is absent; `...` marks a required key.

@@ -108,7 +108,7 @@ class OptionalMoeEntry:
         return {**self.experts.fields_from_config(raw), "mlp_bias": False}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_bias` of config.json with its value and, for a model with experts, the keys of experts and router."""
+        """Return config.json's `mlp_bias` with its value and, with experts, the keys of experts and router."""
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:

@@ -86,7 +86,9 @@ class OlmoHybridLayersEntry:
 
 @dataclass(frozen=True)
 class NullableRopeEntry(OptionalRopeEntry):
-    """Translation to and from config.json of rotary positions, or of none if `rope_theta` or `rope_type` is null, as on the hub."""
+    """Translation to and from config.json of rotary positions, which a model may lack.
+    They are absent if `rope_theta` or `rope_type` is null, as on the hub.
+    """
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -106,7 +108,7 @@ class NullableRopeEntry(OptionalRopeEntry):
 
 @dataclass(frozen=True)
 class ConvolutionThird(DiskTensor):
-    """One of the three disk tensors of a delta net's convolution: that of queries, keys or values, or a third of all channels.
+    """Disk tensor of a delta net's convolution: the channels of queries, keys or values, or a third of all.
 
     Attributes:
         whole: slices of all three.

@@ -31,7 +31,9 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class T5LayerCountsConfigEntry:
-    """Translation to and from config.json of the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
+    """Translation to and from config.json of T5's encoder and decoder layer counts and decoder start token.
+    The counts are equal by default.
+    """
 
     handled_config_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}

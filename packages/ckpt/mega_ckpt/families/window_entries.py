@@ -40,7 +40,7 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `sliding_window` of config.json with its value, or no key if the family does not support windows."""
+        """Return config.json's `sliding_window` with its value, or no key if the family has no windows."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -50,7 +50,7 @@ class UniformWindowEntry:
 
 @dataclass(frozen=True)
 class LayerTypesEntry:
-    """Translation to and from config.json of a window size and a list of layer types; without the list, every n-th layer has full attention.
+    """Translation to and from config.json of a window size and layer types; by default every n-th is full.
 
     Attributes:
         size: the window if the key is absent.
@@ -132,7 +132,7 @@ class QwenWindowEntry:
 
 @dataclass(frozen=True)
 class OptionalWindowConfigEntry:
-    """Translation to and from config.json of one sliding window in every layer or none, selected by `use_sliding_window`."""
+    """Translation to and from config.json of one sliding window in all layers or none (`use_sliding_window`)."""
 
     size: int = 4096
     handled_config_keys: frozenset[str] = frozenset(

@@ -217,7 +217,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def map_gguf_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
-    """Return {GGUF metadata key without the architecture's name: config.json key} for keys whose values carry over unchanged."""
+    """Return {GGUF metadata key: config.json key} for keys whose values carry over unchanged.
+    The metadata keys are without the architecture's name.
+    """
     return {**_KEYS, **architecture.keys}
 
 

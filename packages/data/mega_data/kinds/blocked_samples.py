@@ -121,7 +121,7 @@ class BlockedSamples:
             return estimate or self._total or 0
 
     def find_stream_position(self, k: int) -> StreamPosition:
-        """Return the position in the raw data from which a resumed run reads sample `k`, without reading the blocks before it."""
+        """Return the position in the raw data from which a resumed run reads sample `k`, skipping earlier blocks."""
         with self._lock:
             known = self._find_start(k if self._total is None else k % self._total)
             return StreamPosition(

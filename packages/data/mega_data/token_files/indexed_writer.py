@@ -111,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Flush everything added so far to disk, so that `resume_after_documents` of a later writer can continue from there."""
+        """Flush everything added so far to disk, so that a later writer's `resume_after_documents` can go on there."""
         with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
