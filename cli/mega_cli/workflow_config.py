@@ -287,7 +287,9 @@ def load_stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None
 
 
 def list_files_named_by_settings(settings: FlatSettings) -> list[str]:
-    """Return the paths of data, tokenizer, initial weights and checkpoint that the settings of a run.yaml name."""
+    """Return the paths of data, tokenizer, initial weights and checkpoint that the settings of a run.yaml name.
+    Data are the path itself and the files of a token data set with this prefix; not all of them exist.
+    """
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 
     data = settings["data"]

@@ -279,7 +279,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def make_durable_folder(folder: Path) -> None:
-    """Create a folder and its parents so that they survive a power failure."""
+    """Create a folder and its parents so that they survive a power failure; CheckpointError if it is a file."""
     if not folder.is_dir():
         make_durable_folder(folder.parent)
         try:

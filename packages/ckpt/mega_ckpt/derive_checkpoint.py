@@ -143,7 +143,8 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 @contextlib.contextmanager
 def create_new_checkpoint_folder(destination: str | Location) -> Iterator[Location]:
     """Context manager that yields a temporary folder to fill with a new checkpoint.
-    The folder is renamed to `destination` on success and removed on error.
+    The folder is renamed to `destination` on success and removed on error. Raises CheckpointError if `destination`
+    exists already.
     """
     location = parse_location(destination)
     if isinstance(location, RemotePath):

@@ -129,7 +129,9 @@ class RemoteFolder:
         return _RemoteObject(self._path / name)
 
     def file_size(self, name: str) -> int:
-        """Return the length in bytes of an object as of the last `cache_sizes`, else the current one."""
+        """Return the length in bytes of an object as of the last `cache_sizes`, else the current one.
+        Raises FileNotFoundError for a name that `cache_sizes` did not list.
+        """
         if self._sizes is None:
             return (self._path / name).get_object_size()
         if name not in self._sizes:

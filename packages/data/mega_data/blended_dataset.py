@@ -324,5 +324,5 @@ def _estimate_epoch_samples(part: DatasetPart, config: DataConfig) -> float:
         return part.num_tokens / config.seq_length
     neighbors = open_dataset_neighbors(part.source.neighbors if part.source else None, part.reader)
     chunks = neighbors.chunks.find_sequence_chunks(part.first, part.last)
-    neighbors.check_split_disjoint(chunks)
+    neighbors.check_split_overlap(chunks)
     return len(chunks) * neighbors.info.chunk_length / config.seq_length

@@ -113,7 +113,9 @@ class ExtensionBackend:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> ExtensionEncoding:
-        """Return the token ids of a text, all of which is ordinary text; there are no special tokens to add."""
+        """Return the token ids of a text, all of which is ordinary text; there are no special tokens to add.
+        Raises DataError for an id that is not in the vocabulary.
+        """
         found = [int(token) for token in self._call("encode", self._code.encode, text)]
         if unknown := [token for token in found if token not in self._names]:
             raise DataError(f"{self._where}: encode returned the id {unknown[0]}, which is not in the vocabulary")

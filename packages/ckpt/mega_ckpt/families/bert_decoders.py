@@ -134,7 +134,9 @@ class CausalDecoderEntry:
         return {"causal": True}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `is_decoder` of config.json with its value."""
+        """Return the key `is_decoder` of config.json with its value.
+        Raises ConfigMismatchError for a model without causal attention.
+        """
         if not model.causal:
             raise ConfigMismatchError("causal must be True")
         return {"is_decoder": True}

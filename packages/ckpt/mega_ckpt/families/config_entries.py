@@ -122,7 +122,8 @@ class KeyEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `ModelConfig` for each field that this entry's key of config.json sets.
-        The value is the key's, or the default.
+        The value is the key's, or the default. Raises ConfigMismatchError if a required key is missing, its value is
+        not supported, or aliases disagree.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
@@ -197,7 +198,8 @@ class KeyValueHeadsEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys for the number of key/value heads and for the size of a head.
-        The head dimension is left out if the family's class has no such key and the default applies.
+        The head dimension is left out if the family's class has no such key and the default applies. Raises
+        ConfigMismatchError if heads do not divide the width, where the family requires it.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -246,9 +248,7 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Translation to and from config.json of keys of config.json without a field in `ModelConfig`.
-    They are accepted only with values that change nothing.
-    """
+    """Check of config.json keys without a `ModelConfig` field, which may have only values that change nothing."""
 
     values: Mapping[str, tuple[Any, ...]]
     handled_model_fields: frozenset[str] = field(default=frozenset())

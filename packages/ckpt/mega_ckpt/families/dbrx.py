@@ -116,7 +116,9 @@ class DbrxHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_kv_heads` from config.json."""
+        """Return the `ModelConfig` field `num_kv_heads` from config.json.
+        Raises ConfigMismatchError if config.json has two different numbers.
+        """
         heads = raw.get("attn_config.kv_n_heads", 1)
         if raw.get("num_key_value_heads", heads) != heads:
             raise ConfigMismatchError(f"num_key_value_heads must be attn_config.kv_n_heads = {heads!r}")

@@ -132,7 +132,11 @@ class Mistral4RopeEntry(RopeEntry):
     """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `rope`, whose fraction is of the rotated part of a head."""
+        """Return the `ModelConfig` field `rope`, whose fraction counts within the rotated part of a head.
+
+        Raises:
+            ConfigMismatchError: if `partial_rotary_factor` is not the share of the rotated part in a head.
+        """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         rotated, rest = raw.get("qk_rope_head_dim", 64), raw.get("qk_nope_head_dim", 64)
         share = given.get("partial_rotary_factor")

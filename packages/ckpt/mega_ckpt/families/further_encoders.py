@@ -62,7 +62,9 @@ class ClassifierActivationEntry:
         return {"pooler_activation": self.activation} if str(kind).endswith("ForSequenceClassification") else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Check the activation of a classifier, and that another model has no pooler; return no config.json keys."""
+        """Check the activation of a classifier, and that another model has no pooler; return no config.json keys.
+        Raises ConfigMismatchError if they differ from the family's.
+        """
         if model.pooler and not model.task_head:
             raise ConfigMismatchError("pooler must be False")
         if model.pooler and model.pooler_activation != self.activation:
@@ -394,7 +396,9 @@ class EuroBertHeadsConfigEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "pooler_activation", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of EuroBERT's heads from config.json."""
+        """Return the `ModelConfig` fields of EuroBERT's heads from config.json.
+        Raises ConfigMismatchError for a classifier with another `classifier_pooling` than bos.
+        """
         (kind, *_) = raw.get("architectures") or [""]
         classifies, pooling = str(kind).endswith("ForSequenceClassification"), raw.get("classifier_pooling", "late")
         if classifies and pooling != "bos":

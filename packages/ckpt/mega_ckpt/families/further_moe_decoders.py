@@ -75,7 +75,9 @@ class PhimoeRopeEntry(RopeEntry):
         return {"rope": {**fields["rope"], "attention_factor": short}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, with the two factors."""
+        """Return the config.json keys of rotary positions, with the two factors.
+        Raises ConfigMismatchError if `rope.attention_factor` is missing.
+        """
         out, factor = super().config_from_fields(model), model.rope.attention_factor
         if model.rope.scaling != "longrope":
             return out
@@ -336,7 +338,9 @@ class CohereExpertsEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` fields of scores and shared experts from config.json."""
+        """Return the `MoeConfig` fields of scores and shared experts from config.json.
+        Raises ConfigMismatchError for another score or combination of shared experts.
+        """
         score, count = raw.get("expert_selection_fn", "softmax"), raw.get("num_shared_experts", 0)
         strategy = raw.get("shared_expert_combination_strategy", "average")
         if score not in ("softmax", "sigmoid") or strategy not in ("average", "sum"):

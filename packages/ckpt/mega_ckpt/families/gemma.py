@@ -61,6 +61,7 @@ class QueryScaleEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `attention_scale` from config.json.
         It is None if `query_pre_attn_scalar` equals the head dimension, else the inverse square root of that key.
+        Raises ConfigMismatchError if it is not positive.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:

@@ -185,7 +185,8 @@ class MambaSectionEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of Mamba-2 sizes.
-        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model.
+        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model. Raises
+        ConfigMismatchError for sizes, a norm or an epsilon that no key expresses.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -220,7 +221,8 @@ class TimeStepLimitEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MambaConfig` field `dt_limit`, the (lower, upper) limits of the time step, from config.json.
-        An infinite upper limit is None. The result is empty if the key is absent.
+        An infinite upper limit is None. The result is empty if the key is absent. Raises ConfigMismatchError if it is
+        not two numbers.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:

@@ -69,7 +69,9 @@ class IndexedAttentionEntry(LatentAttentionEntry):
         return {"mla": {**mla, "indexer": indexer | {"interleaved": self.interleaved}}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of latent attention and of its indexer; those of its training are left out."""
+        """Return the config.json keys of latent attention and of its indexer; those of its training are left out.
+        Raises ConfigMismatchError without an indexer, for another order of rotary pairs, and for windows.
+        """
         indexer = None if model.mla is None else model.mla.indexer
         if indexer is None or model.mla is None:
             raise ConfigMismatchError("mla.indexer is missing (all models of this family have one)")

@@ -53,7 +53,8 @@ class Llama4AttentionEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of Llama 4's attention from config.json.
-        A 1 in the list `no_rope_layers` marks a layer that has rotary positions.
+        A 1 in the list `no_rope_layers` marks a layer that has rotary positions. Raises ConfigMismatchError for windows
+        that slide, and for lists that are too short.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", 4)
         rotates = raw.get("no_rope_layers") or [(layer + 1) % every for layer in layers]

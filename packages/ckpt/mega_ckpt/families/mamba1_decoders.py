@@ -82,7 +82,9 @@ class Mamba1SectionEntry:
         return {"mamba1": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Mamba-1 sizes; those of a valid placeholder for a model without Mamba layers."""
+        """Return the config.json keys of Mamba-1 sizes; those of a valid placeholder for a model without Mamba layers.
+        Raises ConfigMismatchError for sizes, norms or an epsilon that no key expresses.
+        """
         width = model.hidden_size
         placeholder = {"inner_size": 2 * width, "dt_rank": 1, "norms": self.norms}
         section = model.mamba1 or Mamba1Config.model_validate(placeholder)
@@ -214,7 +216,9 @@ class JambaLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"layers", "moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed") and, with experts, `moe`."""
+        """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed") and, with experts, `moe`.
+        Raises ConfigMismatchError if a list of layers conflicts with periods and offsets.
+        """
         layers = layer_indices(raw)
         attends, routes = _every(raw, "attn_layer", 8, 4), _every(raw, "expert_layer", 2, 1)
         mixers = ["attention" if attends(layer) else "mamba1" for layer in layers]

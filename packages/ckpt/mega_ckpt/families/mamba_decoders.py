@@ -74,7 +74,8 @@ class GraniteLayersEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of layer types, experts and widths of a Granite 4 model.
-        Without experts, `intermediate_size` is a placeholder that nothing reads.
+        Without experts, `intermediate_size` is a placeholder that nothing reads. Raises ConfigMismatchError if some
+        layers have experts and others none, or without a shared expert.
         """
         out: dict[str, Any] = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}

@@ -208,7 +208,9 @@ class ErnieMoeLayersConfigEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts, from the first, last and interval in config.json."""
+        """Return the indices of the layers with experts, from the first, last and interval in config.json.
+        Raises ConfigMismatchError if they are not numbers.
+        """
         layers = layer_indices(raw)
         first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
         step, last = raw.get("moe_layer_interval", 1), len(layers) - 1 if last == -1 else last

@@ -142,7 +142,8 @@ class VisionLanguageFamily(ModelFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a vision-language model's config.json describes.
-        It has the text model and the vision encoder. Errors name `source`.
+        It has the text model and the vision encoder. Errors name `source`. Raises CheckpointError for another vision
+        encoder or settings that are not supported.
         """
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         inner = raw.get("vision_config") or {}

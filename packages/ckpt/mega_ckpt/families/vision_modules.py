@@ -171,7 +171,8 @@ class Gemma4VisionFamily(OptionalVisionFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token.
+        Placeholders have the per-layer inputs of the padding token. Raises CheckpointError if `pad_token_id` is
+        missing.
         """
         model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
         together = self.has_bidirectional_images(raw)

@@ -40,7 +40,9 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's `sliding_window` with its value, or no key if the family has no windows."""
+        """Return config.json's `sliding_window` with its value, or no key if the family has no windows.
+        Raises ConfigMismatchError for a window in a family without windows.
+        """
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -177,6 +179,7 @@ class RopeInWindowsEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json.
         They are `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the same layers.
+        Raises ConfigMismatchError if the layers are given as neither a list nor a number.
         """
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         if size is None and self.none_rotates_all:
@@ -225,7 +228,8 @@ def build_window_layer_types(full: Sequence[bool]) -> list[str]:
 
 def build_sliding_window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
     """Return the `ModelConfig` fields of sliding windows for a list of transformers' layer types.
-    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`.
+    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`. Raises ConfigMismatchError for
+    other types, another number of layers, and windows without a size.
     """
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
         unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds

@@ -231,9 +231,8 @@ def check_tensor_table(
 def load_hf_config(
     path: Location, raw: Mapping[str, Any] | None = None, families: Sequence[ModelFamily] = ()
 ) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the model family, the model configuration, and the unread keys of a config.json.
-    The file is at `path`; `raw` is its content, if already read. Unread keys are those that nothing reads.
-    `families` come from extensions.
+    """Return the model family, the model configuration, and the keys of a config.json that nothing reads.
+    The file is at `path`; `raw` is its content, if already read. `families` come from extensions.
 
     Raises:
         CheckpointError: when it is not a JSON mapping, or describes an unsupported model.

@@ -262,7 +262,9 @@ class CleaningRun:
         DocumentCleaner(self.settings)
 
     def run_first_pass(self, skipped_files: SkippedFiles, on_bad_line: str) -> None:
-        """Apply every rule except deduplication to every document, or only to the remaining documents of a resumed run."""
+        """Apply every rule except deduplication to every document, or to those that a resumed run has left.
+        Raises DataError if the inputs have no document.
+        """
         if self.state.finished:
             return
         sources = [source for _, source in self.sources]

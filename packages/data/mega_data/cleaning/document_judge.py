@@ -83,9 +83,8 @@ class RuleTally:
 
 @dataclass
 class CleaningTally:
-    """Counts of a cleaning run.
-    They are documents `read` and `kept` per input as named by the user, counts per cleaning rule, and documents per
-    detected language.
+    """Counts of a cleaning run: documents read and kept, by input, by rule and by detected language.
+    Inputs have the names that the user gave.
     """
 
     read: dict[str, DocumentAndByteCounts] = field(default_factory=dict)

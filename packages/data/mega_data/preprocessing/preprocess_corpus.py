@@ -342,7 +342,8 @@ class PreprocessJob:
 
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
         """Build the token data set of one shard, unless it is finished, and return its description.
-        The message of a failure is written to `PREFIX.failed`.
+        The message of a failure is written to `PREFIX.failed`. Raises DataError for standard input, which has no
+        shards.
         """
         if any(source.name == STDIN for source in self.sources):
             raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")

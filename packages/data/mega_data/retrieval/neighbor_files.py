@@ -124,7 +124,7 @@ class DatasetNeighbors:
         """True if neighbors were searched in the data set itself."""
         return self.info.database.fingerprint == self.info.data.fingerprint
 
-    def check_split_disjoint(self, split: range) -> None:
+    def check_split_overlap(self, split: range) -> None:
         """Raise DataError if the chunks `split` overlap the searched chunks of this data set only partly.
 
         Text would then leak between training and validation. A database that is another data set is always accepted.

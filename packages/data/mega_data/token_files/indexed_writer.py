@@ -102,7 +102,7 @@ class IndexedWriter:
         return [self._bin] if self._mask is None else [self._bin, self._mask]
 
     def clear_partial_files(self) -> None:
-        """Delete the partial files of an interrupted run, to start from zero."""
+        """Delete or empty the partial files of an interrupted run, except the lock, to start from zero."""
         for path in self.folder.iterdir():
             if path.name not in ("bin", "mask.bin", LOCK):
                 path.unlink()
@@ -164,7 +164,8 @@ class IndexedWriter:
         The arguments are the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a mask
         one byte per token.
 
-        `sequences` is the number of sequences of each document, by default one.
+        `sequences` is the number of sequences of each document, by default one. Raises ValueError if the lengths do not
+        add up to the number of tokens.
         """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
@@ -179,7 +180,8 @@ class IndexedWriter:
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
         """Divide the tokens written since the last call into sequences and documents.
 
-        Sequences have these `lengths`, and document i has `sequences[i]` sequences.
+        Sequences have these `lengths`, and document i has `sequences[i]` sequences. Raises DataError for a sequence
+        that is too long for the format.
         """
         sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
