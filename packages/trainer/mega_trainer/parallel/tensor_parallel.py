@@ -145,7 +145,7 @@ class ColumnParallelLinear(nn.Module):
 def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
     """Return parameters [N_i, ..] concatenated to one tensor [N, ..], or None if there are none."""
     # indexing a ParameterList takes several times as long
-    values = [value for value in parts._parameters.values() if value is not None]
+    values: list[Tensor] = [value for value in parts._parameters.values() if value is not None]
     if len(values) < 2:
         return values[0] if values else None
     return torch.cat(values)
