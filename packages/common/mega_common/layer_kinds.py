@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
@@ -210,6 +210,19 @@ class HyperConnectionConfig(StrictConfig):
     streams: int = Field(4, ge=2, le=64)
     iterations: int = Field(20, ge=1, le=1000, description="iterations of Sinkhorn-Knopp")
     eps: PositiveFloat = 1e-6
+
+
+class AltUpConfig(StrictConfig):
+    """Configuration of alternating updates (AltUp, arXiv:2301.13310) with residuals of low rank (LAuReL, arXiv:2411.07501).
+    The residual has several streams; each layer computes one, and predicts and corrects the others from it.
+    """
+
+    streams: int = Field(4, ge=2, le=64)
+    active: NonNegativeInt = Field(0, description="stream that layers compute")
+    coefficient_clip: PositiveFloat = Field(
+        120.0, description="bound of the absolute values of the coefficients' weights in training"
+    )
+    laurel_rank: PositiveInt = 64
 
 
 INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer

@@ -7,7 +7,7 @@ back (`mega_ckpt.families`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -32,6 +32,7 @@ from mega_common.extension_block import (
 from mega_common.layer_kinds import (
     COMPRESSED_MIXERS,
     INDEXER,
+    AltUpConfig,
     CompressedAttentionConfig,
     FeedForwardKind,
     FullAttentionConfig,
@@ -385,6 +386,15 @@ class ModelConfig(StrictConfig):
     hyper_connections: HyperConnectionConfig | None = Field(
         None, description="several residual streams that learned weights mix, as in DeepSeek-V4; default: one residual"
     )
+    altup: AltUpConfig | None = Field(
+        None,
+        description="several residual streams, of which a layer computes one, as in Gemma 3n; default: one residual",
+    )
+    ffn_sparsity: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        None,
+        description="by layer, the share of the MLP's gates that a cutoff makes zero before the activation, if gates are normally "
+        "distributed, as in Gemma 3n; 0: no cutoff",
+    )
     mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
     )
@@ -395,6 +405,10 @@ class ModelConfig(StrictConfig):
         None,
         description="width of an input of each layer, from an embedding table for all layers and a projection of the embedded "
         "tokens, which a gate in the layer multiplies, as in Gemma 4",
+    )
+    per_layer_vocab_size: PositiveInt | None = Field(
+        None,
+        description="rows of the embedding table of per_layer_input_size; tokens beyond them have row 0, as in Gemma 3n; default: vocab_size",
     )
     shared_kv_layers: NonNegativeInt = Field(
         0,
@@ -487,9 +501,10 @@ class ModelConfig(StrictConfig):
     @property
     def stream_width(self) -> int:
         """Width of the residual between pipeline stages.
-        It is the model's, or that of all streams of hyper-connections, or with the output of experts that the next layer adds.
+        It is the model's, or that of all streams of hyper-connections or AltUp, or with the output of experts that the next layer adds.
         """
-        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1 + self.has_shortcuts)
+        several = self.hyper_connections or self.altup
+        return self.hidden_size * (several.streams if several else 1 + self.has_shortcuts)
 
     @property
     def has_shortcuts(self) -> bool:

@@ -109,6 +109,30 @@ def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProble
         yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
 
 
+def _find_altup_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that a model with AltUp, or with sparse gates, does not have."""
+    if model.altup is not None:
+        names = ("hyper_connections", "mtp_layers", "encoder", "retro", "vision", "moe", "layers", "parallel_residual")
+        for name in (*names, "layer_scale", "norm_positions", "relative_bias"):
+            if getattr(model, name):
+                yield ConfigProblem(name, "is not supported with altup", hint=f"leave out {name}")
+        if model.norm_position != "both" or not model.per_layer_input_size or not model.first_norm or not model.causal:
+            rule = "requires norm_position: both, per_layer_input_size and causal attention"
+            yield ConfigProblem("altup", rule, hint="leave out altup")
+        if model.altup.active >= model.altup.streams:
+            yield ConfigProblem("altup.active", f"must be below streams = {model.altup.streams}", model.altup.active)
+    if model.ffn_sparsity is not None:
+        if len(model.ffn_sparsity) != model.num_layers:
+            rule = f"must have a value for each of num_layers = {model.num_layers} layers"
+            yield ConfigProblem("ffn_sparsity", rule, len(model.ffn_sparsity))
+        if not model.has_gated_mlp or model.moe or model.mlp_multipliers or model.output_input_norms:
+            rule = "requires a gated activation, and no moe, mlp_multipliers and output_input_norms"
+            yield ConfigProblem("ffn_sparsity", rule, hint="leave out ffn_sparsity")
+    if (rows := model.per_layer_vocab_size) and (not model.per_layer_input_size or rows >= model.vocab_size):
+        rule = f"requires per_layer_input_size, and must be below vocab_size = {model.vocab_size}"
+        yield ConfigProblem("per_layer_vocab_size", rule, rows, "leave out per_layer_vocab_size")
+
+
 def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of experts whose output is added after the next layer."""
     names = (
@@ -227,6 +251,7 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
     yield from _find_hyper_connection_problems(model) if model.hyper_connections else ()
     yield from _find_shortcut_problems(model) if model.has_shortcuts else ()
+    yield from _find_altup_problems(model)
     alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
     if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
         rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"
