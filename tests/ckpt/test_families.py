@@ -192,7 +192,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
@@ -214,7 +214,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
         (
             {**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
@@ -356,7 +356,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"altup_correct_scale": False}, "altup_correct_scale = False is not supported"),
+        ({"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
         ({"intermediate_size": [40, 48]}, "must be one width for all 3 layers"),
         ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input = 99 must be at most vocab_size = "),
         ({"activation_sparsity_pattern": [0.5]}, "ffn_sparsity = 1: must have a value for each"),
