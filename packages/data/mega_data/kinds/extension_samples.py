@@ -46,7 +46,7 @@ class ExtensionSampleBuilder:
 
 @dataclass(frozen=True)
 class CheckedSamples:
-    """Samples of an extension, whose arrays have as many elements as `data.seq_length` says."""
+    """Samples of an extension, each checked on reading: its arrays must have `data.seq_length` elements."""
 
     title: str
     package: str
