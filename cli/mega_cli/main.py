@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 class CommandTree(TyperGroup):
-    """Typer command group that words errors about option values like errors about settings."""
+    """Typer command group `mega`, which words errors about values of options like errors about settings of run.yaml."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the `mega` command that the arguments name.

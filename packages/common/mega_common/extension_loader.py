@@ -42,7 +42,8 @@ def locate_error(error: Exception, package: str) -> str:
 
 
 def find_extension_line(error: Exception, package: str = "") -> str:
-    """Return the innermost line of an extension's file or `package` in an error's traceback, such as `(mine.py, line 2)`.
+    """Return the innermost line of an extension's code in an error's traceback, such as `(mine.py, line 2)`.
+
     It is "" without one.
     """
     return _format_lines(
@@ -61,7 +62,7 @@ def _format_lines(lines: list[tuple[FrameType, int]]) -> str:
 
 
 def load_extension(reference: str) -> Extension:
-    """Import one extension.
+    """Import one extension from a file, a package's folder, an entry point or a module, and check its interfaces.
 
     Raises:
         ConfigError: for an extension that is missing, raises, or was written for other interfaces.

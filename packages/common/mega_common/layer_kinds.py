@@ -176,7 +176,7 @@ class Mamba1Config(StrictConfig):
 
 
 class HybridConfig(StrictConfig):
-    """Configuration of hybrid mixers, attention and Mamba-2 side by side in a layer, as in Falcon-H1 (arXiv:2507.22448).
+    """Configuration of hybrid mixers: attention and Mamba-2 side by side, as in Falcon-H1 (arXiv:2507.22448).
 
     Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`; these
     are factors on their inputs, outputs and projections.
@@ -268,7 +268,7 @@ class MlaConfig(StrictConfig):
 
 
 class CompressedAttentionConfig(StrictConfig):
-    """Configuration of DeepSeek-V4's attention: layers `swa` with a sliding window alone, `csa` and `hca` with compressed entries.
+    """Configuration of DeepSeek-V4's attention: a sliding window (`swa`), or also compressed entries (`csa`, `hca`).
 
     `head_dim` of the model is the size of a head; all heads share one, which is key and value. `rope` rotates layers with entries,
     `local_rope` the others. An entry of `csa` is from `csa_rate` tokens and as many before, and an indexer selects the `top_k`

@@ -113,7 +113,7 @@ class RopeConfig(StrictConfig):
 
 
 class MoeConfig(StrictConfig):
-    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block, in all layers or those in `layers`.
+    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block of all or some layers.
 
     The router's scores are fp32: a function of x W^T, such as a softmax over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
@@ -604,7 +604,8 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads, the norm position and the feed-forward width of this layer.
+        """Return the configuration with the attention heads, norm position and feed-forward width of one layer.
+
         That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
         """
         position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
@@ -642,7 +643,7 @@ class ModelConfig(StrictConfig):
         return kind is not None and not self.shared_norm and not separate
 
     def get_attention_window(self, layer: int) -> int | None:
-        """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
+        """Return the sliding attention window of a layer in keys, the query's own included; None: full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
     @property
@@ -733,7 +734,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
+        """Return the token mixer of the layer with this index (of MIXERS or an extension); None without one."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -766,12 +767,12 @@ class ModelConfig(StrictConfig):
 
     @property
     def last_stage_layers(self) -> int:
-        """Number of layers that must be on the last pipeline stage: those with shared keys and values, and their sources."""
+        """Number of layers that must be on the last pipeline stage: those with shared keys, and their sources."""
         return self.num_layers - min(self.key_value_sources, default=self.num_layers)
 
     @property
     def most_pipeline_stages(self) -> int:
-        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        """Largest number of pipeline stages with a layer each and, at both ends, the layers that must be there."""
         ends = self.first_stage_layers, self.last_stage_layers
         return max(1, self.num_layers - sum(max(0, end - 1) for end in ends))
 
@@ -815,8 +816,9 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _apply_reward_defaults(cls, raw: Any) -> Any:
-        """Disable tied embeddings and MTP layers of a model without an output layer, and the heads of an encoder that its
-        task does not use: a task head of ModernBERT keeps the dense layer, others of encoders have a pooler.
+        """Disable what a model with a score or task head does not have: tied embeddings, MTP layers and encoder heads.
+
+        A task head of ModernBERT keeps the dense layer; others of encoders have a pooler.
         """
         if not isinstance(raw, dict) or not (raw.get("score") or raw.get("task_head")):
             return raw

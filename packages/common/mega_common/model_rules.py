@@ -132,7 +132,7 @@ def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
+    """Yield settings that conflict with values of another size, a factor on values or a softplus gate."""
     names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
     for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro", "shared_kv_layers"):
         if getattr(model, name) or (model.full_attention and getattr(model.full_attention, name, False)):
@@ -355,7 +355,7 @@ def _find_hash_routing_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors, which experts do not have."""
+    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors."""
     if model.activation_limit and model.activation not in ("swiglu", "clamped_swiglu"):
         rule = "requires activation: swiglu or clamped_swiglu"
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
@@ -420,7 +420,7 @@ def _find_block_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_function_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield names of functions that no loaded extension has, settings of unused ones, and combinations without support."""
+    """Yield names of functions that no loaded extension has, settings of unused ones, and unsupported combinations."""
     used = set()
     for key in FUNCTION_FIELDS.values():
         name, known = getattr(model, key), FUNCTION_NAMES[key]

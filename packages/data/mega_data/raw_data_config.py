@@ -60,7 +60,7 @@ class RawDataConfig(StrictConfig):
     workers: PositiveInt | None = Field(None, description="encoding threads; default: the usable cores")
 
     def find_kind_problems(self, kinds: Iterable[str]) -> Iterator[ConfigProblem]:
-        """Yield settings that no dataset kind in `kinds`, those of raw data, uses."""
+        """Yield settings that none of the raw data's dataset kinds `kinds` uses, or that conflict with one of them."""
         kinds, default = set(kinds), RawDataConfig()
         for key in sorted(RawDataConfig.model_fields):
             users = KINDS_OF_SETTING.get(key, ())

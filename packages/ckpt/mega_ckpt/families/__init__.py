@@ -245,8 +245,8 @@ def _check_sections(raw: ConfigDict, source: str) -> None:
 
 def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the first HuggingFace model family whose config.json can express `model`.
+
     The families of mega come first, then those that extensions `added`.
-    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.

@@ -316,7 +316,8 @@ class NoRopeLayersEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of layers without rotary positions from config.json.
-        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`.
+        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`. Raises ConfigMismatchError if the list
+        of layers is too short.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]

@@ -129,7 +129,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         return [] if self.text is None else self.text.unsupported_settings(text_only_config(model))
 
     def has_bidirectional_images(self, raw: ConfigDict) -> bool:
-        """Return whether placeholders of an image attend to each other in decoder layers with a sliding window."""
+        """Return False: tokens of an image attend causally, unless a subclass reads another rule from config.json."""
         return False
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class OptionalVisionFamily(VisionModuleFamily):
     """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the model has a vision encoder."""
+        """Return whether config.json has a vision encoder; without one it is read as that of a text model."""
         return raw.get("vision_config") is not None
 
 
@@ -171,7 +171,8 @@ class Gemma4VisionFamily(OptionalVisionFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token.
+        Placeholders have the per-layer inputs of the padding token. Raises CheckpointError if `pad_token_id` is
+        missing.
         """
         model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
         together = self.has_bidirectional_images(raw)

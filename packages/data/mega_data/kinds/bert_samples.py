@@ -123,7 +123,6 @@ class BertSamples:
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
     """Trim two text segments to at most `length` tokens in total.
-    The longer one repeatedly loses its first or last token, drawn at random.
 
     The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """

@@ -62,7 +62,7 @@ def name_extension_in_errors(title: str, package: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CheckedSamples:
-    """Samples of an extension, whose arrays have as many elements as `data.seq_length` says."""
+    """Samples of an extension, each checked on reading: its arrays must have `data.seq_length` elements."""
 
     title: str
     package: str

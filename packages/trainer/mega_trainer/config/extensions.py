@@ -75,11 +75,11 @@ class ExtensionRegistry:
         return {name: entry for extension in self.extensions for name, entry in getattr(extension, kind).items()}
 
     def find_extension(self, kind: str, name: str) -> Extension:
-        """Return the extension that has the entry `name` of a kind, such as `mixers`."""
+        """Return the extension that provides the object `name` of a kind, such as `mixers`."""
         return next(extension for extension in self.extensions if name in getattr(extension, kind))
 
     def select_kernels(self, names: Sequence[str]) -> list[Kernel]:
-        """Return the kernels of these names, which `find_kernel_problems` has accepted."""
+        """Return the extension kernels called `names`, which `find_kernel_problems` has accepted."""
         entries = self.entries("kernels")
         return [entries[name] for name in names]
 
@@ -97,7 +97,7 @@ class ExtensionRegistry:
             owners[operation] = name
 
     def make_block_factories(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
-        """Return functions `(build, layer) -> module` of the model's blocks of extensions, with their options bound."""
+        """Return {name: function `(build, layer) -> module`} of the extensions' layer blocks that the model uses."""
         return {
             name: _bind_options(self.entries(kind)[name], section.options)
             for kind in ("mixers", "feed_forwards")
@@ -106,7 +106,7 @@ class ExtensionRegistry:
         }
 
     def bind_extension_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
-        """Return the functions of extensions that the model uses, with their options bound, by its fields such as `norm`."""
+        """Return the extension functions that the model uses, with options bound, by model field such as `norm`."""
         found: dict[str, Callable[..., Any]] = {}
         for kind, key in FUNCTION_FIELDS.items():
             name = getattr(model, key)
@@ -176,7 +176,7 @@ def load_model_extensions(model: ModelConfig, references: Iterable[str], source:
 
 
 def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
-    """Return the section `model` of run.yaml with the declaration of each block of an extension.
+    """Return run.yaml's `model` section with the tensors and traits that each extension block of the model declares.
 
     The tensors are those of the module that the extension builds for one rank, without memory. A model whose other settings
     are not valid is returned with empty declarations, so that its problems are reported as usual.
@@ -216,7 +216,7 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
 
 
 def add_function_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
-    """Return the section `model` of run.yaml with the declaration of each norm and activation of an extension.
+    """Return run.yaml's `model` section with the declaration of each extension function it uses, such as a norm.
 
     Raises:
         ConfigError: for options that the extension does not accept.
@@ -277,7 +277,7 @@ def _declare_block(
 def find_extension_entry_problems(
     registry: ExtensionRegistry, kind: str, path: str, value: str, options: Mapping[str, Any], where: str
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems of a setting that names an entry of mega or of an extension, and of its options.
+    """Yield problems of a setting that names a built-in or an extension's object, such as `objective.kind`.
 
     Args:
         kind: kind of entry, such as `objectives`.

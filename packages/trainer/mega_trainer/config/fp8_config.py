@@ -53,9 +53,7 @@ class Fp8Config(StrictConfig):
         return self.format == "hybrid" if self.format else self.recipe in ("tensorwise", "delayed")
 
     def fp8_layer_range(self, num_layers: int) -> range:
-        """Return the indices of the layers whose linear layers run in FP8.
-        These are all layers but the first `bf16_first` and the last `bf16_last`.
-        """
+        """Return the indices of the layers that run in FP8: all but the first `bf16_first` and the last `bf16_last`."""
         return range(self.bf16_first, num_layers - self.bf16_last)
 
 

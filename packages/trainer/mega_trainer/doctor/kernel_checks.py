@@ -68,7 +68,8 @@ class KernelCheck:
 
     def run_check(self, device: torch.device) -> CheckResult:
         """Compare the kernel with a plain computation on a device, and return the check result.
-        A kernel that raises an error has failed.
+
+        A kernel that this device cannot use (`ConfigError`) is skipped; one that raises another error has failed.
         """
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
@@ -82,7 +83,7 @@ class KernelCheck:
 
 
 def iterate_kernel_checks() -> Iterator[KernelCheck]:
-    """Yield the checks of all kernels, with those that cannot be used on every device."""
+    """Yield a check of each kernel and case, including kernels that this device may not support."""
     for name in get_args(AttentionBackend):
         for mask in MASKS:
             for transform in TRANSFORMS:
@@ -113,7 +114,7 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
 
 
 def make_kernels(device: torch.device, **asked: str) -> Kernels:
-    """Return the kernels of a run with `kernels:` set to `asked`.
+    """Return the kernels that a run with the settings `asked` of its section `kernels:` has.
 
     Raises:
         ConfigError: when one of them cannot be used on this device.
@@ -144,7 +145,7 @@ def largest_error(errors: Iterable[float]) -> float:
 def measure_attention_error(
     name: str, device: torch.device, *, mask: str = "causal", transform: str = "", head: int = 64, value: int = 64
 ) -> float:
-    """Return the largest relative error of an attention kernel's output and gradients in bf16."""
+    """Return the largest relative error of an attention kernel's output and gradients in bf16, against fp32."""
     kernels, how = make_kernels(device, attention=name), AttentionScoreTransform(0.125, **TRANSFORMS[transform])
     given, shape = _attention_operands(device, head, value), MASKS[mask](device)
     dy = torch.randn(*given[0].shape[:3], value, device=device).bfloat16()

@@ -53,7 +53,7 @@ PLANNED_MODELS_CPU: Mapping[str, tuple[Mapping[str, Any], int]] = {"1M": (SMALL_
 
 
 def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
-    """Write a small file of learnable tokens and return its path."""
+    """Write an indexed data set of 64 documents of consecutive token ids, and return its path prefix."""
     generator = np.random.default_rng(0)
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
         for _ in range(64):
@@ -83,7 +83,7 @@ def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
 
 
 def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the largest relative difference between each layout and one process, in fp64.
+    """Yield, on rank 0, the largest relative difference between each layout and one process, in fp64.
 
     Losses, gradients, weights and optimizer state are compared. A device that computes NaN or only zeros fails, as there is
     nothing to compare.
@@ -105,7 +105,7 @@ def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[Check
 def check_plan_predictions(
     folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None
 ) -> Iterator[CheckResult]:
-    """Yield step time and peak memory of rank 0 in short runs, against the prediction of `mega plan`."""
+    """Yield, on rank 0, step time and peak memory of short runs, against the prediction of `mega plan`."""
     gpu = device == "cuda"
     for name, (model, sequence) in (PLANNED_MODELS if gpu else PLANNED_MODELS_CPU).items():
         raw = _small_run(
@@ -156,7 +156,7 @@ def _compare_plan(
 
 
 def check_checkpoint_save_and_load(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the speed of a durable save of a tensor that all ranks share, of loading it, and that it is unchanged."""
+    """Yield, on rank 0, the speeds of saving and loading a sharded tensor, and how many of its values changed."""
     place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
     count = (CHECKPOINT_BYTES if device == "cuda" else CHECKPOINT_BYTES_CPU) // 4
     generator = torch.Generator(place).manual_seed(ranks.rank)

@@ -216,15 +216,15 @@ class Fp8Kernels(TorchKernels):
         self.recipe, self.gradients = recipe, gradients
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a linear layer's weight to fp8."""
+        """Quantise a linear layer's weight and its transpose to fp8."""
         return quantize_with_transpose(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a stack of expert weights to fp8."""
+        """Quantise a stack of expert weights and their transposes to fp8."""
         return quantize_with_transpose(weight, self._grouped_kinds[1], leaves=self.leaves)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise an output gradient dY to fp8."""
+        """Quantise an output gradient dY and its transpose to fp8."""
         forms = quantize_with_transpose(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
         return Fp8OutputGradient(forms, dy.shape, dy.dtype)
 

@@ -58,7 +58,7 @@ class LayerInputGate(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.post_per_layer_input_norm")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the stream [B, S or S/T, D] with this layer's input added."""
+        """Return the residual stream x [B, S or S/T, D] with this layer's gated per-layer input added."""
         assert context.layer_inputs is not None
         gated = torch.cat([self.linear(x, self.gate), context.layer_inputs[self.layer]], -1)
         h = self.saved.recompute_output("activation", self.activate, gated)

@@ -87,8 +87,7 @@ class ForwardGatherUnit:
 
 
 class FlatParameterBuffer(ParameterBuffer):
-    """Flat buffer of the parameters of one param group.
-    They are laid out one after another in the order of the backward, with the last parameter first.
+    """Flat buffer of one param group's parameters, in the order of the backward (the last parameter first).
 
     Args:
         parameters: parameters in the order of the forward; they become views of `weights`.
@@ -190,7 +189,9 @@ class FlatBufferStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        """Accumulate the gradients of the backward in the `with` block, and start the reductions of complete buckets.
+        Under ZeRO-0 and ZeRO-1 only the step's last backward (`last`) reduces, under ZeRO-2 each one.
+        """
         self._waiting.extend(bucket for bucket in self._buckets if bucket.should_reduce(last))
         for bucket in self._waiting:
             bucket.begin_backward()
@@ -227,10 +228,7 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a training step over all ranks that share them.
-        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
-        (`grad_sync`).
-        """
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the `grad_sync` groups."""
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
         for buffer in self.buffers:
@@ -239,8 +237,8 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its gradient on this rank, before any reduction.
-        The gradient is over the micro-batches so far; only for ZeRO-0 and ZeRO-1.
+        """Yield each parameter with its gradient on this rank before any reduction; only for ZeRO-0 and ZeRO-1.
+        The gradient is over the micro-batches so far.
         """
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)
@@ -278,7 +276,7 @@ class FlatBufferStage:
 
 
 def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardGatherUnit] = ()) -> FlatBufferStage:
-    """Move the parameters of a model (or of one pipeline stage) into flat buffers by param group, and return the stage.
+    """Move the trainable parameters of a model or pipeline stage into flat buffers by param group; return the stage.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.

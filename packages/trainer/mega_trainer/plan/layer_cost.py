@@ -114,9 +114,7 @@ PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
-    """Return the sum of several works in seconds of forward and backward by kind of work.
-    Kinds are, for example, GEMMs or communication.
-    """
+    """Return the sum of seconds by kind of work, such as GEMMs, over several parts of a model."""
     out: PassWork = {}
     for work in works:
         for kind, cost in work.items():

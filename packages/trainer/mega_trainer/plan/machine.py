@@ -149,14 +149,12 @@ class MachineSpec(StrictConfig):
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:
-        """Achieved fractions of the data sheet's peak FLOPS and bandwidths on this machine.
-        They are the machine's own if set, else the defaults of its GPU generation.
-        """
+        """Achieved fractions of the data sheet's figures: the machine's own if set, else its GPU generation's defaults."""
         return self.efficiency or load_default_efficiencies()[self.generation]
 
     @property
     def network_gb_s(self) -> float:
-        """Bandwidth of the selected network between nodes, in GB/s of one GPU, one way."""
+        """Bandwidth of the selected network between nodes, in GB/s per GPU and direction."""
         return next(iter(self.networks_gb_s.values()))
 
 

@@ -82,7 +82,7 @@ class PredictedMemoryNeeds:
 
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
-    """Return single changes of settings that would free memory of the run, largest savings first."""
+    """Return single changes of settings that would free over 2 % of the peak memory, largest savings first."""
     now = predict_peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):

@@ -111,8 +111,7 @@ def build_expert_dispatcher(
     leaves: FusibleFunctionCompiler,
     interleaver: PassInterleaver | None = None,
 ) -> ExpertDispatcher | None:
-    """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
-    Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
+    """Return the configured expert dispatcher, such as DeepEP's; None: default all-to-all, or no expert parallelism.
     An `interleaver` runs another pass before a wait of DeepEP's exchange.
     """
     moe, parallel = config.model.moe, config.parallel
@@ -358,7 +357,7 @@ def build_optimizer(
 
 
 def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
-    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    """Return the elementwise optimizer of a run: Lion, SGD or an extension's; None for all others."""
     settings = config.optimizer
     if settings.name == "lion":
         return LionUpdate(settings.betas)
@@ -430,9 +429,7 @@ def get_compute_dtype(config: RunConfig) -> torch.dtype:
 
 
 def get_gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced over data ranks, or None.
-    None means to reduce them in the dtype in which they are kept.
-    """
+    """Return the dtype in which gradients are reduced over data ranks; None: that in which they are kept."""
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 
 

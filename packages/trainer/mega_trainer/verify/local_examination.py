@@ -65,7 +65,7 @@ def describe_rank_error(error: Exception) -> str:
 
 
 def compute_error_tolerance(verdict: CaseVerdict) -> float:
-    """Return the largest error that rounding explains in a tested layout: `TOLERANCE`, or more for a model that magnifies it.
+    """Return the largest error that rounding explains in a tested layout, at least `TOLERANCE`.
 
     The error of other micro-batches in one process shows by how much a model magnifies rounding within the steps of the case.
     A layout sums over ranks, so it rounds more often, and may be `AMPLIFICATION` times as far off.

@@ -370,7 +370,7 @@ def compare_case_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterat
 
 
 def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
-    """Return a layout to test with the tiny model."""
+    """Return the case of a layout with the tiny model of at least `layers` layers; `fields` override the run's."""
     model = tiny.model_fields(layers)
     own = tiny.case_fields()
     if "attention_dropout" in model and fields.get("parallel", {}).get("cp", 1) > 1 and model.get("encoder"):
@@ -379,7 +379,7 @@ def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields:
 
 
 def count_stable_steps(tiny: TinyModelRun, layers: int) -> int:
-    """Return the number of steps whose errors are distinct from rounding.
+    """Return the number of steps to compare: 1 for many delta-rule layers, else `STEPS`.
 
     Many layers with delta rules magnify rounding by forty in each step.
     """
@@ -432,7 +432,7 @@ def _splits_context(case: LayoutCase) -> bool:
 
 
 def sample_layout_case(tiny: TinyModelRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
-    """Draw what a layout leaves open: batch, uneven stages, recomputation, offload and buckets."""
+    """Return the case of a layout with a random batch, uneven stages, recomputation, offload and buckets."""
     layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
     chosen = fields["parallel"]
