@@ -265,7 +265,8 @@ def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> li
     """
     runs = sorted(folder.glob("run-*.yaml"), key=lambda path: (len(path.name), path.name))
     if not runs:
-        raise ConfigError(f"{folder}: has no runs of a sweep", hint="first: mega sweep run.yaml ... --prepare")
+        hint = "give a run.yaml, or the folder that mega sweep run.yaml ... --prepare --output FOLDER writes"
+        raise ConfigError(f"{folder}: is a folder without the runs of a sweep (run-000.yaml and so on)", hint=hint)
     if overrides or stage is not None:
         option = "--set" if overrides else "--stage"
         raise ConfigError(f"{option} is not supported with a sweep", hint="give --set to mega sweep")
@@ -281,6 +282,9 @@ def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> Non
     """
     from mega_trainer.config.run_config import load_run_config
 
+    if run.is_dir():
+        hint = "give a run.yaml; to serve the model in the folder, add --serve"
+        raise ConfigError(f"{run}: is a folder, and training requires a file of settings", hint=hint)
     raw = apply_config_overrides(load_yaml_mapping(run), overrides)
     reject_workflow_as_run_yaml(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
     model = raw.get("model")

@@ -190,12 +190,6 @@ def translate_hf_training_args(path: Path, ranks: int | None = None) -> RunYamlT
         ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.
     """
     given = ForeignSettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
-    if given.has_key("model_type") and given.has_key("architectures"):
-        given.refuse_value(
-            "model_type",
-            "is the key of a model's config.json, not of training arguments",
-            "set model.from to the model's folder: mega train run.yaml --set model.from=FOLDER",
-        )
     dialect = detect_training_program(given)
     _model_and_data(given, dialect)
     objective = translate_hf_objective(given, dialect)

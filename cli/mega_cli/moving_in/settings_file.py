@@ -187,6 +187,10 @@ class ForeignSettingsFile:
                 "is auto: set by the training program, or by HuggingFace's arguments (--from-hf-args)",
                 ", ".join(auto),
             )
+        patterns = " ".join(text for rows in reasons.values() for text in rows.values()).split()
+        if not any(key in self._asked or any(fnmatchcase(key, each) for each in patterns) for key in self._values):
+            names = ", ".join(dict.fromkeys(key.partition(".")[0] for key in self._values))
+            self.refuse_combination(f"has no setting of such a file, only {names:.60}", f"give {self._description}")
         for key in sorted(self._left):
             found = (
                 (kind, why)
@@ -203,11 +207,16 @@ class ForeignSettingsFile:
 
 def _read(path: Path, description: str) -> Mapping[str, Any]:
     """Return the settings of a file of JSON or YAML."""
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder, and a file is required", hint=f"give {description}: JSON or YAML")
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: the file has no settings", hint=f"give {description}: JSON or YAML")
     if isinstance(values.get("model"), Mapping) and isinstance(values.get("data"), Mapping):
         raise ConfigError(f"{path}: is a run.yaml of mega already", hint=f"give {description}, or mega train {path}")
+    if {"model_type", "architectures"} <= values.keys():
+        hint = f"give {description}; the model itself is a setting: mega train run.yaml --set model.from={path.parent}"
+        raise ConfigError(f"{path}: is the config.json of a model", hint=hint)
     return values
 
 

@@ -75,7 +75,7 @@ def check_shrinkable(model: ModelConfig) -> None:
         "factors of its MLP": model.mlp_multipliers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
         "values of another size than keys, scaled values or a softplus gate": model.has_asymmetric_attention,
-        "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
+        "sparse gates": model.ffn_sparsity, "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
     }  # fmt: skip
     for part, present in parts.items():
         if present:

@@ -58,13 +58,15 @@ def find_retro_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     layers = model.retrieval_layers
     if not layers:
         rule = f"must name at least one of the {model.num_layers} layers"
-        yield ConfigProblem("retro.layers", rule, model.retro.layers, "set retro.layers, counted from 0")
+        yield ConfigProblem("retro.layers", rule, model.retro.layers, "retro.layers: [0]")
     elif layers[-1] >= model.num_layers:
-        yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1])
+        hint = f"use numbers from 0 to {model.num_layers - 1}"
+        yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1], hint)
     for name, value in _REQUIRED_VALUES.items():
         if getattr(model, name) != value:
             fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "is not supported with retro", hint=f"{fix}, or leave out retro")
+            yield ConfigProblem(name, "is not supported with retro", hint=fix)
     if model.position == "learned" and model.retro.neighbor_length > model.max_position:
         rule = f"must be at most half of max_position = {model.max_position}, the length of a neighbor"
-        yield ConfigProblem("retro.chunk_length", rule, model.retro.chunk_length)
+        hint = f"retro.chunk_length: {model.max_position // 2}"
+        yield ConfigProblem("retro.chunk_length", rule, model.retro.chunk_length, hint)

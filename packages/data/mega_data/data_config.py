@@ -396,7 +396,8 @@ class DataConfig(StrictConfig):
         for name in ("train", "valid", "test"):
             for i, source in enumerate(getattr(self, name) or []):
                 yield from find_raw_source_problems(f"{name}.{i}", source, source.kind or self.kind)
-        yield from self.raw.find_kind_problems(source.kind or self.kind for source in raw)
+        kinds = [source.kind or self.kind for source in raw]
+        yield from self.raw.find_kind_problems(kinds, prompts="prompts" in self.dataset_kinds)
 
     def _find_kind_problems(self) -> Iterator[ConfigProblem]:
         if "fim" in self.dataset_kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:

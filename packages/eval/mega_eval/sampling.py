@@ -25,7 +25,7 @@ from torch import Tensor
 from mega_ckpt.families.config_entries import split_words
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.extension_entries import Sampler
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import seeded_generator
 
@@ -487,7 +487,7 @@ def list_unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
     refused = {**_UNSUPPORTED, **_UNSUPPORTED_DRAWN}
     known = {*_ALWAYS, *_DRAWN, *_HARMLESS, *(() if drawn else _UNSUPPORTED_DRAWN)}
     names = sorted(name for name in raw if name not in known and _is_set(raw, name, refused.get(name, ())))
-    return [f"{name} = {raw[name]!r:.60}" for name in names]
+    return [f"{name} = {format_setting_value(raw[name]):.60}" for name in names]
 
 
 def parse_token_ids(value: object) -> list[int]:

@@ -8,15 +8,18 @@ an error and never silently dropped. `KeyEntry`, `FixedFieldsEntry` and `Allowed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 ConfigDict = Mapping[str, Any]
+_JSON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_CONSTANT = re.compile(r"\b(True|False|None)\b")
 
 
 def split_words(text: str) -> frozenset[str]:
@@ -26,8 +29,11 @@ def split_words(text: str) -> frozenset[str]:
 
 class ConfigMismatchError(ValueError):
     """Error for a setting of config.json or of mega's `ModelConfig` that the other one cannot express.
-    The message names the setting.
+    The message names the setting, and writes values as JSON does: true, false, null.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_PYTHON_CONSTANT.sub(lambda found: _JSON_CONSTANTS[found[0]], message))
 
 
 class ConfigEntry(Protocol):
@@ -68,8 +74,11 @@ def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[
         except ConfigMismatchError as error:
             problems.append(str(error))
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-            keys = sorted(entry.handled_config_keys & raw.keys())
-            problems.append(f"{', '.join(keys)}: a value has the wrong type, or is out of range")
+            given = sorted(entry.handled_config_keys & raw.keys())
+            found = ", ".join(f"{key} = {format_setting_value(raw[key]):.60}" for key in given)
+            problems.append(
+                f"{found}: {'the' if len(given) == 1 else 'a'} value has the wrong type, or is out of range"
+            )
     return fields, list(dict.fromkeys(problems))
 
 

@@ -33,7 +33,7 @@ from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.layer_kinds import MlaConfig
 from mega_common.model_config import ModelConfig, MoeConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 _MLP = f"{LAYER}.mlp"
 MTP_LAYERS = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
@@ -91,7 +91,9 @@ class LatentAttentionEntry:
                 "mla.latent_norm = false is not supported: models of this family normalize latents"
             )
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in self._keys}):
-            raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
+            raise ConfigMismatchError(
+                f"mla = {format_setting_value(model.mla)} has settings without a key in config.json"
+            )
         return {key: getattr(model.mla, key) for key in self._keys} | {"num_key_value_heads": model.num_attention_heads}
 
 

@@ -25,7 +25,7 @@ from mega_ckpt.families.moe_entries import MoeSectionEntry, SharedExpertsEntry, 
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import IndexerConfig
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 _KINDS = {"sliding_attention": "swa", "compressed_sparse_attention": "csa", "heavily_compressed_attention": "hca"}
 _RATIOS = {0: "swa", 4: "csa", 128: "hca"}  # of older folders
@@ -76,7 +76,9 @@ class CompressedAttentionEntry:
         if indexer != IndexerConfig(
             interleaved=True, **{field: getattr(indexer, field) for field, _ in _INDEXER.values()}
         ):
-            raise ConfigMismatchError(f"compressed.indexer = {indexer!r} has fields without a counterpart")
+            raise ConfigMismatchError(
+                f"compressed.indexer = {format_setting_value(indexer)} has settings without a key in config.json"
+            )
         return {
             "layer_types": [names[kind.mixer or ""] for kind in model.layer_kinds],
             "compress_rates": {new: getattr(section, field) for field, (new, _, _) in _RATES.items()},
@@ -149,7 +151,10 @@ class HashTableEntry:
         """
         layers, kinds = layer_indices(raw), raw.get("mlp_layer_types")
         if kinds is None:
-            return {"hash_layers": list(layers[: raw.get("num_hash_layers", 3)]) or None}
+            count = raw.get("num_hash_layers", 3)
+            if count < 0:
+                raise ConfigMismatchError(f"num_hash_layers = {count} must be at least 0")
+            return {"hash_layers": list(layers[:count]) or None}
         if len(kinds) < len(layers) or not {*kinds} <= {"hash_moe", "moe"}:
             raise ConfigMismatchError(f"mlp_layer_types must have hash_moe or moe for each of {len(layers)} layers")
         return {"hash_layers": [layer for layer in layers if kinds[layer] == "hash_moe"] or None}

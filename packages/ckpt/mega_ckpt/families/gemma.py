@@ -126,14 +126,14 @@ VAULT_GEMMA = ModelFamily(
 )
 
 
-_SCALINGS = frozenset({"none", "linear", "llama3", "yarn"})
+SCALINGS = frozenset({"none", "linear", "llama3", "yarn"})
 
 GEMMA3 = ModelFamily(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     entries=(
         *gemma_config_entries(),
-        GlobalLocalRopeEntry(RopeEntry(theta=1_000_000.0, scalings=_SCALINGS), RopeEntry(scalings=_SCALINGS)),
+        GlobalLocalRopeEntry(RopeEntry(theta=1_000_000.0, scalings=SCALINGS), RopeEntry(scalings=SCALINGS)),
         LayerTypesEntry(size=4096, every=6, every_keys=("sliding_window_pattern", "_sliding_window_pattern")),
         AllowedValuesEntry({"attn_logit_softcapping": (None,)}),  # transformers has the key, and does nothing with it
         KeyEntry("final_logit_softcapping", "logit_softcap", None),

@@ -105,7 +105,7 @@ class MoeSectionEntry:
         covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.handled_model_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in covered and getattr(model.moe, name) != field.default:
-                raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
+                raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no key in config.json")
         return out
 
 

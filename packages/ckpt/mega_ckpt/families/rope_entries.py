@@ -186,7 +186,7 @@ def find_unused_rope_keys(raw: ConfigDict) -> list[str]:
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
     for name, info in RopeConfig.model_fields.items():
         if name not in _COVERED and getattr(rope, name) != info.default:
-            raise ConfigMismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
+            raise ConfigMismatchError(f"rope.{name} = {getattr(rope, name)!r} has no key in config.json")
     found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
     return {key: value for key, value in found.items() if value is not None and _DEFAULTS.get(key) != value}
 

@@ -56,7 +56,7 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
         if model.position not in names:
-            raise ConfigMismatchError(f"position = {model.position!r} has no counterpart")
+            raise ConfigMismatchError(f"position = {model.position!r} is not supported by Megatron")
         return {
             "position_embedding_type": "yarn" if yarn else names[model.position],
             "rotary_base": int(rope.theta),

@@ -78,7 +78,7 @@ class ChatTemplate:
                 with limit_render_time(RENDER_SECONDS), limit_render_memory(RENDER_MEMORY):
                     self._render([[]], chat_template=template, **self._variables)
             except jinja2.TemplateSyntaxError as error:
-                reason = f"the chat template is not valid Jinja ({error.message}, line {error.lineno})"
+                reason = f"line {error.lineno}: the chat template is not valid Jinja: {str(error.message).rstrip('.')}"
                 raise DataError(f"{source}: {reason}") from None
             except RecursionError:
                 raise DataError(f"{source}: the chat template is nested too deeply") from None
@@ -106,8 +106,15 @@ class ChatTemplate:
         text, spans = (self._find_marked_answers if self.marks else self._find_answers_by_prefix)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
-            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in conversation.messages))
-            raise DataError(f"no message of the assistant counts in the loss; the roles are {roles or 'none'}")
+            roles = list(dict.fromkeys(message["role"] for message in conversation.messages))
+            if any(conversation.weights):
+                raise DataError("the chat template renders no text of the answers", hint=MARK)
+            if "assistant" in roles:
+                raise DataError("no answer counts in the loss", hint="correct weight or train of its messages")
+            raise DataError(
+                f"no message has the role 'assistant'; the roles are {', '.join(map(repr, roles)) or 'none'}",
+                hint="give answers the role assistant, or remove records without an answer",
+            )
         if sum(span.end - span.begin for span in spans) == len(text):
             raise DataError(
                 "the chat template marks the whole text as an answer, including the questions",

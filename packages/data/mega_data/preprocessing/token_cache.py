@@ -58,7 +58,7 @@ SETTING_OF_OPTION = (
     ("pass it as --chat-template FILE", "set data.raw.chat_template to its file"),
     ("pass --chat-template FILE", "set data.raw.chat_template=FILE"),
     ("--template-option", "data.raw.template_options"),
-    ("pass --kind pairs", "set data.kind: pairs"),
+    ("pass --kind ", "set data.kind: "),
     ("--kind", "data.kind:"),
     ("read images with --images FOLDER", "make token files with mega data preprocess --images FOLDER"),
 )

@@ -297,7 +297,7 @@ class IndexedReader:
         size = self._idx.stat().st_size
         with open(self._idx, "rb") as stream:
             head = stream.read(HEADER.size)
-        refuse_lfs_pointer(self._idx, head, DataError)
+        refuse_lfs_pointer(self._idx, DataError, head)
         if not head.startswith(MAGIC):
             raise DataError(f"{self._idx}: is not an index of token files: it begins with {head[:9]!r}, not {MAGIC!r}")
         if len(head) < HEADER.size:

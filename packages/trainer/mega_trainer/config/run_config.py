@@ -313,7 +313,7 @@ class RunConfig(StrictConfig):
                 "on batch.micro x data ranks; set model.moe.aux_loss_scope=sequence for training that does not depend on the "
                 "layout"
             )
-        if model.compressed and model.compressed.indexer:
+        if model.compressed and model.compressed.indexer and "csa" in model.heads_by_mixer:
             yield (
                 "the indexer of model.compressed is not trained: it keeps its present weights while the attention that it selects "
                 "for changes; start from a published model (init_from)"
@@ -419,6 +419,7 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+MODEL_HINT = "set model.preset=NAME, such as tiny, or model.from=FOLDER"
 _OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
 
 
@@ -470,6 +471,8 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     if base != Path() and names:  # a workflow's run is checked from another folder than it runs in
         out["extensions"] = names
     registry = load_extensions(names)
+    if isinstance(raw.get("model"), str):
+        raise ConfigError(f"model = {raw['model']!r} must be a section of keys with values", hint=MODEL_HINT)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:

@@ -323,8 +323,8 @@ def rotate_blocks(x: Tensor) -> Tensor:
 
 
 class Nvfp4Kernels(TorchKernels):
-    """Kernel back end that computes the GEMMs of linear layers with operands rounded to NVFP4: Transformer Engine's recipe
-    (arXiv:2509.25149) for CPUs.
+    """Kernel back end for CPUs whose linear layers multiply operands rounded to NVFP4.
+    It is Transformer Engine's recipe (arXiv:2509.25149).
 
     Weights have blocks of 16 x 16, activations and gradients of 16 along the axis of the sum, and the operands of the weight
     gradient are rotated first. Gradients are rounded to nearest, not stochastically as on a GPU: a stochastic rounding that

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.alternating_updates import MergedStreamsNorm
 from mega_trainer.model.layer_builder import LayerBuilder
 
 
@@ -82,6 +83,8 @@ def build_final_norm(build: LayerBuilder) -> nn.Module:
     if build.config.norm_position == "sum":
         return nn.Identity()
     norm = build.build_residual_norm("model.norm")
+    if build.config.altup:
+        return MergedStreamsNorm(build, norm)
     return CollapsedNorm(build, norm) if build.config.hyper_connections else norm
 
 

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import COMPRESSED_MIXERS, FeedForwardKind, MixerKind
+from mega_trainer.model.alternating_updates import AlternatingUpdate, LowRankResidual
 from mega_trainer.model.asymmetric_attention import AsymmetricAttention
 from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
 from mega_trainer.model.compressed_attention import CompressedAttention
 from mega_trainer.model.cross_attention import CrossAttention
-from mega_trainer.model.feed_forward import FeedForward
+from mega_trainer.model.feed_forward import FeedForward, SparseFeedForward
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
@@ -53,6 +54,9 @@ def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
+    sparsity = build.config.ffn_sparsity[layer] if build.config.ffn_sparsity else 0.0
+    if sparsity:
+        return SparseFeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size, sparsity)
     kind = FeedForward if build.config.mlp_multipliers is None else ScaledFeedForward
     return kind(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
@@ -194,8 +198,34 @@ class GemmaLayer(TransformerLayer):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
         x = super().forward(x, context)
-        x = x if self.gate is None else self.gate(x, context)
+        x = x if self.gate is None else x + self.gate(x, context)
         return x if self.scalar is None else x * self.scalar.values.to(x.dtype)
+
+
+class AltUpLayer(GemmaLayer):
+    """Layer of Gemma 3n on n residual streams X: with AltUp, a residual of low rank and an input of its own, P.
+
+    x = X_a of predict(X)    h = (x + mixer(norm x) + laurel(norm x)) / sqrt(2)    X = correct(predict(X), h + feed(norm h))
+    X_i = X_i + gate(scale X_a, P) for all streams i but the first
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        self.altup, self.laurel = AlternatingUpdate(build, layer), LowRankResidual(build, layer)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the streams [B, S or S/T, n D] (S/T under sequence parallelism over T ranks) after this layer."""
+        assert self.mixer is not None
+        assert self.feed is not None
+        assert self.gate is not None
+        active, predicted = self.altup.active, self.altup.predict(x)
+        one = predicted[..., active, :].contiguous()
+        normed = self.mixer.add_and_norm(one)[1]
+        h = (one + self.mixer(normed, context) + self.laurel(normed)) * 2**-0.5
+        streams = self.altup.correct(predicted, h + self.feed(self.feed.add_and_norm(h)[1], context))
+        added = self.gate(streams[..., active, :] * self.altup.scale, context)
+        others = streams[..., 1:, :] + added.unsqueeze(-2)
+        return torch.cat([streams[..., 0, :], others.flatten(-2)], -1)
 
 
 class HyperConnectedLayer(TransformerLayer):
@@ -298,6 +328,7 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
     several = ShortcutLayer if build.config.has_shortcuts else several
     usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else several
+    usual = AltUpLayer if build.config.altup else usual
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"

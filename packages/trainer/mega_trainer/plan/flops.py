@@ -23,6 +23,7 @@ from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
     active_ffn_elements,
     active_ffn_width,
+    altup_flops,
     compute_mixer_core_flops,
     hyper_connection_flops,
     layer_input_shapes,
@@ -111,14 +112,13 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
         if within:
             layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
         else:
-            ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
+            module = re.sub(r"\.\d+\.", ".", name).split(".")[-2]
+            ends["vision" if name.startswith((TOWER, PROJECTOR)) else module] += math.prod(shape)
     tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"] + ends["relative_bias"]
     return ParameterCounts(
         embedding=sum(ends[name] for name in _INPUTS) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
-        final_norm=sum(
-            ends[name] for name in ("norm", "embed_norm", "encoder_norm", "per_layer_projection_norm", "hc_head")
-        ),
+        final_norm=sum(ends[name] for name in _FINAL_NORMS),
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.mean_active_experts if model.moe else 0,
@@ -128,7 +128,16 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
 
 _INPUTS = (
     "embed_tokens", "embed_positions", "embed_types", "embed_proj", "embed_tokens_per_layer", "per_layer_model_projection",
+    "altup_projections",
 )  # fmt: skip
+_FINAL_NORMS = (
+    "norm",
+    "embed_norm",
+    "encoder_norm",
+    "per_layer_projection_norm",
+    "hc_head",
+    "altup_unembed_projections",
+)
 
 
 def _parameter_group(name: str) -> str:
@@ -138,7 +147,7 @@ def _parameter_group(name: str) -> str:
     return (
         "whole"
         if re.search(
-            r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_"
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_|^altup\.|^laurel\."
             r"|^self_attn\.(kv_proj|compressor|indexer\.(kv|wk|gate|position|weights))",
             name,
         )
@@ -172,6 +181,7 @@ def compute_forward_flops_per_token(
     return {
         **parts,
         **hyper_connection_flops(model),
+        **altup_flops(model),
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * narrow * (model.vocab_size * (1 + model.mtp_layers) + width * dense),
     }

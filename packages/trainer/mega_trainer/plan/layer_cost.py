@@ -22,6 +22,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroughput
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
+    altup_shapes,
     compute_mixer_core_flops,
     count_computed_keys,
     expert_input_width,
@@ -218,7 +219,7 @@ class LayerCostModel:
         model, run = self.model, self.run
         for mixer in kind.mixers:
             yield from self._projection_gemms(mixer)
-        for out, into in layer_input_shapes(model):
+        for out, into in (*layer_input_shapes(model), *altup_shapes(model)):
             yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
         shared = model.moe.shared_ffn_hidden_size if model.moe else 0
         width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)

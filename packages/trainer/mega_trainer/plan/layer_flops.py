@@ -246,6 +246,23 @@ def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
     return {"hyper-connections": 2.0 * width * (branches * ((2 + n) * n + n) + n)}
 
 
+def altup_shapes(model: ModelConfig) -> list[MatrixShape]:
+    """Return the shapes [out, in] of the matrices of a layer with AltUp that read its streams: two routers, residual of low rank."""
+    if model.altup is None:
+        return []
+    rank, width = model.altup.laurel_rank, model.hidden_size
+    return [(model.altup.streams, width)] * 2 + [(rank, width), (width, rank)]
+
+
+def altup_flops(model: ModelConfig) -> dict[str, float]:
+    """Return the forward FLOPs per token of AltUp and residuals of low rank, summed over layers, or nothing without AltUp."""
+    if model.altup is None:
+        return {}
+    n, width = model.altup.streams, model.hidden_size
+    layer = sum(map(math.prod, altup_shapes(model))) + n**3 + n**2 + n**2 * width  # coefficients, and their use
+    return {"residual streams": 2.0 * (model.num_layers * layer + 2 * (n - 1) * width**2)}
+
+
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
     """Return the number of elements of a mixer's recurrent states and their transition over a chunk.
     It includes all heads of the mixer; 0 for attention.

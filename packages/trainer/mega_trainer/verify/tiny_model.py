@@ -170,7 +170,8 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
         where = (
             (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
         )
-        found.setdefault((kind, where, model.shares_keys(layer), model.is_hash_layer(layer)), layer)
+        sparsity = model.ffn_sparsity and model.ffn_sparsity[layer]
+        found.setdefault((kind, where, model.shares_keys(layer), model.is_hash_layer(layer), sparsity), layer)
     return list(found.values())
 
 
@@ -184,6 +185,8 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.per_layer_input_size:
         fields["per_layer_input_size"] = 6
+    if model.per_layer_vocab_size:
+        fields["per_layer_vocab_size"] = VOCABULARY - 5
     if model.shared_kv_ffn_hidden_size:
         fields["shared_kv_ffn_hidden_size"] = 2 * fields["ffn_hidden_size"]
     if model.no_rope_scaling is not None:
@@ -220,6 +223,8 @@ def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -
     for key in ("full_attention_layers", "no_rope_layers"):
         if key in fields and fields[key] is not None:
             found[key] = [layer for layer, source in enumerate(chosen) if source in fields[key]]
+    if model.ffn_sparsity:
+        found["ffn_sparsity"] = [model.ffn_sparsity[source] for source in chosen]
     found["_hash_layers"] = [layer for layer, source in enumerate(chosen[:layers]) if model.is_hash_layer(source)]
     found["_moe_layers"] = [layer for layer, source in enumerate(chosen) if model.is_moe_layer(source)]
     if model.encoder is not None:
@@ -338,6 +343,8 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if model.position == "relative":
         found["relative"] = {"buckets": 8, "max_distance": 12}
+    if model.altup is not None:
+        found["altup"] = {"laurel_rank": 3}
     if (mamba := model.mamba) is not None:
         heads = shrink_count(mamba.num_heads)
         found["mamba"] = {
