@@ -105,7 +105,7 @@ def predict_run_speed_and_cost(
     prediction: dict[str, Any] = {
         "machine": name,
         "seconds_per_step": step.seconds,
-        "error": describe_prediction_error(config.model, machine, config.precision),
+        "error": describe_prediction_error(config.model, machine, config.gemm_precision),
         "tokens_per_second_per_gpu": rate / ranks,
         "peak_of": kind,
         "mfu_causal": rate / ranks * (compute_model_flops_per_token(config.model, length) + other) / peak,

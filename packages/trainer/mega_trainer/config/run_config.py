@@ -203,6 +203,11 @@ class RunConfig(StrictConfig):
         )
 
     @property
+    def gemm_precision(self) -> str:
+        """Precision of the GEMMs of linear layers: `nvfp4` with that recipe, else that of the run."""
+        return "nvfp4" if self.precision == "fp8" and self.fp8.recipe == "nvfp4" else self.precision
+
+    @property
     def layers_with_cached_fp8_weights(self) -> range:
         """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next.
         The range is empty without FP8.

@@ -5,10 +5,13 @@ Every rank of a job runs these; the runs follow each other in one process group.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from mega_trainer.run.training_run import run_training
 from mega_trainer.verify.case_comparison import TOLERANCE, compare_cases_with_one_process, merge_rank_findings
 from mega_trainer.verify.layout_case import LayoutCase
 
+NOT_COMPARABLE = "not comparable: values are NaN, infinite or all 0"  # in the layout or in one process
 PLAN_STEPS = 8
 TIME_BOUND, MEMORY_BOUND = 0.2, 0.1  # relative errors of the plan
 CHECKPOINT_BYTES, CHECKPOINT_BYTES_CPU = 1 << 30, 1 << 25  # of a rank
@@ -81,7 +85,8 @@ def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
 def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
     """Yield, on rank 0, the largest relative difference between each layout and one process, in fp64.
 
-    Losses, gradients, weights and optimizer state are compared.
+    Losses, gradients, weights and optimizer state are compared. A device that computes NaN or only zeros fails, as there is
+    nothing to compare.
     """
     cases = list_parity_cases(ranks.world_size)
     for (name, case), found in zip(
@@ -92,9 +97,9 @@ def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[Check
             everyone = [None] * ranks.world_size
             dist.all_gather_object(everyone, found)
         if ranks.rank == 0:
-            yield make_upper_bound_check_result(
-                "parity", name, merge_rank_findings(case, everyone).largest_error, TOLERANCE
-            )
+            error = merge_rank_findings(case, everyone).largest_error
+            result = make_upper_bound_check_result("parity", name, error, TOLERANCE)
+            yield result if math.isfinite(error) else replace(result, measured=NOT_COMPARABLE)
 
 
 def check_plan_predictions(
@@ -111,6 +116,7 @@ def check_plan_predictions(
             },
         )  # fmt: skip
         if gpu:
+            gc.collect()  # tensors of an earlier run, which the next one would be measured with
             torch.cuda.reset_peak_memory_stats()
         run_training(RunConfig.parse(raw), ranks)
         if ranks.rank == 0:

@@ -24,10 +24,10 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 class TeLinearKernels(TorchKernels):
     """Kernel back end whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
 
-    In fp8, M, D and N must be multiples of 16 (MXFP8: 32).
+    In fp8, M, D and N must be multiples of 16 (MXFP8 and NVFP4: 32).
 
     Args:
-        recipe: tensorwise, blockwise or mxfp8: quantisation of both operands of each GEMM by their current values
+        recipe: tensorwise, blockwise, mxfp8 or nvfp4: quantisation of both operands of each GEMM by their current values
             ("current scaling"); None: no quantisation.
         wide_gradients: output gradients are in e5m2, all else in e4m3.
     """
@@ -97,10 +97,19 @@ class TeGemmOperand(NamedTuple):
 
 def _make_quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     """Return the quantizers of activations, weights and output gradients."""
-    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+    from transformer_engine.common.recipe import (
+        Float8BlockScaling,
+        Float8CurrentScaling,
+        Format,
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+    )
     from transformer_engine.pytorch.quantization import RecipeState
 
-    scalings = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
+    scalings = {
+        "tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling,
+        "nvfp4": NVFP4BlockScaling,
+    }  # fmt: skip
     scaling = scalings[recipe](fp8_format=Format.HYBRID if wide_gradients else Format.E4M3)
     forward = RecipeState.create(scaling, mode="forward", num_quantizers=3)  # the third is of the output
     backward = RecipeState.create(scaling, mode="backward", num_quantizers=2)

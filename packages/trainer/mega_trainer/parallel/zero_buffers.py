@@ -12,11 +12,11 @@ which loses bits, but local accumulation never is.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -205,11 +205,18 @@ class FlatBufferStage:
         The hook is on the graph's node, because it also fires if the gradient was written to the main gradient; torch
         guarantees a parameter's own hook only if autograd delivers a gradient.
         """
-        node = get_gradient_edge(parameter).node
-        node.register_hook(partial(self._grad_completed, bucket, parameter))
+        node, owner = get_gradient_edge(parameter).node, weakref.ref(self)
+        target, weak_parameter = weakref.ref(bucket), weakref.ref(parameter)
+
+        def complete_grad(*_: object) -> None:
+            # weak references, since Python's garbage collector does not see a cycle through a node: the memory of a model
+            # that is no longer used would never be freed
+            owner()._grad_completed(target(), weak_parameter())  # type: ignore[union-attr, arg-type]
+
+        node.register_hook(complete_grad)
         self._grad_nodes.append(node)  # keep a reference, else the node and its hook are freed
 
-    def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter, *_: object) -> None:
+    def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         bucket.accumulate_grad(parameter)
         while self._waiting and self._waiting[0].is_complete:
             self._start_reduce(self._waiting.popleft())

@@ -117,8 +117,10 @@ def make_planned_run(
     The step time is that of mega, or of the trainer `like`.
 
     Raises:
-        ConfigError: when the machine has no rate for the run's precision.
+        ConfigError: when the GPU has no GEMMs in four bits and the run needs them.
     """
+    if config.gemm_precision == "nvfp4" and not machine.supports_precision("nvfp4"):
+        raise ConfigError(f"fp8.recipe = nvfp4 is not supported on {machine.gpu}", hint="set fp8.recipe=tensorwise")
     return PlannedRun.from_settings(
         config.model,
         make_training_layout(config, ranks),

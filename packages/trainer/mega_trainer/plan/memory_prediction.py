@@ -338,7 +338,8 @@ def _quantised_layer_bytes(model: ModelConfig, run: TrainingLayout) -> dict[int,
         return {}
     layers = count_parameters_by_layer(model).layers
     split, block = run.tp, run.ep * run.expert_tp
-    return {index: 2 * (layers[index].split / split + layers[index].experts / block) for index in run.fp8_layers}
+    both = 1.125 if run.precision == "nvfp4" else 2  # bytes of an element in both forms
+    return {index: both * (layers[index].split / split + layers[index].experts / block) for index in run.fp8_layers}
 
 
 def _bucket_bytes(run: TrainingLayout, mine: Sequence[_StageMemory]) -> tuple[int, int]:

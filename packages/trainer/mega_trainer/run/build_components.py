@@ -33,7 +33,7 @@ from mega_trainer.kernels.backend_choice import (
 from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
-from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, Nvfp4Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
@@ -312,11 +312,15 @@ def make_fp8_kernels(
             torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None
         )
     recipe, wide = config.fp8.recipe, config.fp8.uses_e5m2_gradients
-    kernels: Kernels = (
-        TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
-        if config.kernels.linear == "te"
-        else Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
-    )
+    kernels: Kernels
+    if config.kernels.linear == "te":
+        kernels = TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
+    elif recipe != "nvfp4":
+        kernels = Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
+    elif device.type == "cuda":
+        raise ConfigError("fp8.recipe = nvfp4 requires Transformer Engine on a GPU", hint="set kernels.linear=te")
+    else:
+        kernels = Nvfp4Kernels(leaves)
     return dict.fromkeys(config.fp8.fp8_layer_range(config.model.num_layers), kernels)
 
 
