@@ -206,7 +206,7 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
 def timed(recipe: str, gpus: int) -> dict[str, Any]:
     """Return the processor seconds of a search for a recipe's model, batch and precision."""
     raw = load_yaml_mapping(RECIPE_FILES / f"{recipe}.yaml")
-    del raw["parallel"]
+    raw["parallel"] = {key: value for key, value in raw["parallel"].items() if key == "dispatch"}
     config = RunConfig.parse(resolve_run_config(raw), source=recipe)
     start = time.process_time()
     best = find_best_layouts(config, gpus, load_machine("h100"))[0]

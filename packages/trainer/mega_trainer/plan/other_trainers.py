@@ -62,6 +62,7 @@ class OtherTrainer:
             and run.recompute in self.recompute
             and (run.cp == 1 or run.cp_kind in self.context)
             and (run.ep == 1 or self.experts)
+            and not run.overlap_expert_exchange
             and run.offload == 0
             and not run.offload_optimizer
         )
