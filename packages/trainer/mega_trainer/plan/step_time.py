@@ -308,7 +308,8 @@ class PlannedRun:
         share = {"zb-h1": 1 / 3, **dict.fromkeys(V_SHAPED, 1 / 6 if full else 1 / 3)}.get(
             run.schedule, 1 / run.virtual_stages
         )
-        return max(through, (run.microbatches * imbalance + (run.pp - 1) * share) * total / run.pp)
+        # the busiest rank works all the time but waits for a part of one micro-batch of the others
+        return max(through, (run.microbatches * imbalance + (run.pp - imbalance) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
         """Return the costs of the pipeline operations of each stage.
