@@ -17,8 +17,8 @@ from mega_trainer.plan.other_trainer_memory import (
 )
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
-# Memory / predicted memory that one of ten published runs exceeds (benchmarks/plan_memory.py). A search leaves out layouts that
-# such a run would not fit: a fragmented allocator ends them.
+# Memory of a GPU / predicted memory, below which more layouts of nanotron's sweep ran out of memory than ran
+# (benchmarks/plan_search.py): a fragmented allocator ends them. A search leaves them out.
 SEARCH_MARGIN = 1.085
 
 
