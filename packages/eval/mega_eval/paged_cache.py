@@ -237,6 +237,7 @@ def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dty
         and config.attention_softcap is None
         and config.position not in ("alibi", "relative")
         and supports_flash_head_size(config.query_key_head_dim)
+        and any({"attention", "swa"} & {*kind.mixers} for kind in config.layer_kinds)  # others need a mask
     )
     return (get_flash_page_size(device, dtype) if fused else None) or PAGE
 

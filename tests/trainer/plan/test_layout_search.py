@@ -98,6 +98,39 @@ def test_most_of_what_is_timed_is_legal() -> None:
     assert legal >= 0.9 * len(tried) > 10
 
 
+EXPERTS = {
+    "num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8, "vocab_size": 32_000,
+    "max_position": 4096, "moe": {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 1024},
+}  # fmt: skip
+
+
+def test_hidden_exchange_of_experts_is_a_choice_where_it_is_legal() -> None:
+    """DualPipeV is tried for it alone; a dispatcher without asynchronous calls cannot hide its exchange."""
+    config = run(EXPERTS, 64, 4096)
+    tried = list(generate_layout_candidates(config, 16, H100))
+    hiding = [(chosen, layout) for chosen, layout in tried if layout.overlap_expert_exchange and layout.cp == 1]
+    assert {layout.schedule for _, layout in hiding} == {"1f1b", "dualpipev"}
+    assert all(layout.overlap_expert_exchange for _, layout in tried if layout.schedule == "dualpipev")
+    for chosen, _ in hiding[::97]:
+        apply_settings(config, chosen).check_world_size(16)
+    waiting = run(EXPERTS, 64, 4096, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 1.25})
+    assert not any(layout.overlap_expert_exchange for _, layout in generate_layout_candidates(waiting, 16, H100))
+
+
+def test_minimum_time_knows_the_busiest_rank_and_what_an_exchange_cannot_hide() -> None:
+    """A head of many tokens is as much work as several layers, of which a rank cannot have less than one."""
+    config = run({**EXPERTS, "vocab_size": 256_000}, 64, 4096)
+    parallel = {"parallel.pp": 8, "parallel.ep": 2, "batch.micro": 1}
+    for overlap in (False, True):
+        planned = make_planned_run(
+            apply_settings(config, {**parallel, "parallel.overlap_expert_exchange": overlap}), 16, H100
+        )
+        imbalance = planned.compute_rank_imbalance(planned.predict_part_seconds())
+        least, known = planned.estimate_minimum_seconds(), planned.estimate_minimum_seconds(imbalance=imbalance)
+        assert imbalance > 1.5
+        assert 1.3 * least < known < planned.predict_step_time().seconds < 1.1 * known
+
+
 def test_a_short_step_is_not_spent_on_a_pipeline() -> None:
     """Those come first in the rough order, for their waits are taken for shorter than they are; nanotron's sweep found tp alone."""
     config = run(load_model_preset("llama3-8b"), 256, 4096)

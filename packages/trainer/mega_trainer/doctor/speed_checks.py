@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from mega_trainer.doctor.check_result import CheckResult, make_speed_check_result
-from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.machine import MAX_ATTENTION_SHARE, MachineSpec
 
 REPEATS = 5  # of each measurement, of which the fastest counts
 PART = "speed"
@@ -38,9 +38,10 @@ def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterato
 def _expected_speeds(machine: MachineSpec) -> dict[str, float]:
     """Return the speeds that a machine of this kind achieves, by field of its efficiency."""
     shares = machine.achieved_efficiency
-    peak = machine.get_peak_flops("bf16") / 1e12 * machine.get_sustained_share(shares.power)
+    gemm = machine.get_sustained_flops("bf16", shares.bf16, shares.power)
+    attention = machine.get_sustained_flops("bf16", shares.attention, shares.power, MAX_ATTENTION_SHARE)
     return {
-        "bf16": peak * shares.bf16, "attention": peak * shares.attention,
+        "bf16": gemm / 1e12, "attention": attention / 1e12,
         "memory": machine.memory_gb_s * shares.memory, "host": machine.host_gb_s * shares.link,
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from mega_ckpt.canonical_tensors import EXPERT_TABLE, TensorShapes, canonical_tensors
@@ -82,7 +83,7 @@ class ParameterCounts:
     top_k: float = 0
     num_experts: int = 1
 
-    @property
+    @cached_property
     def routed_experts(self) -> int:
         """Number of parameters of all routed experts of the model."""
         return sum(layer.experts for layer in self.layers)

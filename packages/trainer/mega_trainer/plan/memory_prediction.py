@@ -7,7 +7,7 @@ its pipeline schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -94,11 +94,21 @@ def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, in
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
     """
-    return [rank.bytes for rank in predict_peak_memory(model, run)]
+    return list(iterate_memory(model, run))
+
+
+def iterate_memory(model: ModelConfig, run: TrainingLayout) -> Iterator[dict[str, int]]:
+    """Yield `predict_memory` of one pipeline rank after the other, each as it is needed."""
+    return (rank.bytes for rank in _iterate_peak_memory(model, run))
 
 
 def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMemory]:
     """Return the predicted peak memory of one rank in each pipeline rank, and the operation at the peak."""
+    return list(_iterate_peak_memory(model, run))
+
+
+def _iterate_peak_memory(model: ModelConfig, run: TrainingLayout) -> Iterator[RankMemory]:
+    """Yield `predict_peak_memory` of one pipeline rank after the other."""
     from mega_trainer.plan.part_memory import count_model_part_memory  # imports torch
 
     parts, stages = count_model_part_memory(model, run), split_layers_into_stages(model, run)
@@ -108,7 +118,8 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
     )  # fmt: skip
     chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
     quantised = _quantised_layer_bytes(model, run)
-    return [_rank_peak(model, run, parts, schedule, chunks, quantised, rank) for rank in range(run.pp)]
+    for rank in range(run.pp):
+        yield _rank_peak(model, run, parts, schedule, chunks, quantised, rank)
 
 
 @dataclass(frozen=True)

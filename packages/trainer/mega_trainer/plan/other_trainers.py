@@ -17,8 +17,8 @@ from mega_trainer.plan.other_trainer_memory import (
 )
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
-# Memory / predicted memory that one of ten published runs exceeds (benchmarks/plan_memory.py). A search leaves out layouts that
-# such a run would not fit: a fragmented allocator ends them.
+# Memory of a GPU / predicted memory, below which more layouts of nanotron's sweep ran out of memory than ran
+# (benchmarks/plan_search.py): a fragmented allocator ends them. A search leaves them out.
 SEARCH_MARGIN = 1.085
 
 
@@ -65,6 +65,7 @@ class OtherTrainer:
             and run.recompute in self.recompute
             and (run.cp == 1 or run.cp_kind in self.context)
             and (run.ep == 1 or self.experts)
+            and not run.overlap_expert_exchange
             and run.offload == 0
             and not run.offload_optimizer
         )
