@@ -140,6 +140,13 @@ def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
             "model.mixers.differential.lambda: unknown key",
         ),
         (
+            {"extensions": [MIXER], "model": {**SIZES, "mixers": {"differential": 8}, "layers": ["differential"]}},
+            "model.mixers.differential = 8 must be a section",
+        ),
+        ({"extensions": [MIXER], "model": {**SIZES, "layers": [{"times": 2, "of": 3}, 4]}}, "model.layers"),
+        ({"extensions": [MIXER], "model": {**SIZES, "mixers": {3: {}}, "layers": ["mlp"]}}, "3"),
+        ({"model": {**SIZES, "mixers": "mine"}}, "model.mixers = 'mine' must be a section\n  mixers: {NAME: {...}}"),
+        (
             {"extensions": [MIXER], "model": {**SIZES, "mixers": {"diferential": {}}, "layers": ["differential"]}},
             "model.mixers: the extensions of this run have no 'diferential' there\n  did you mean 'differential' of model.mixers?",
         ),

@@ -228,20 +228,27 @@ def _add_named_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> 
     """Return the section `model` with an empty section for each block of an extension that only `layers` names.
 
     Raises:
-        ConfigError: for a name that no extension has but that is like one of theirs, or is of the other kind.
+        ConfigError: for a name that no extension has but that is like one of theirs, or is of the other kind; or if
+            `mixers` or `feed_forwards` is no section.
     """
     out: dict[str, Any] = dict(model)
-    layers = model.get("layers") if isinstance(model.get("layers"), list) else []
-    names = [name for item in layers or () for name in (item.get("of", ()) if isinstance(item, Mapping) else [item])]
-    used = {"layers": list(dict.fromkeys(half for name in map(str, names) for half in name.split("+")))}
+    layers = given if isinstance(given := model.get("layers"), list) else []
+    groups = [item.get("of") if isinstance(item, Mapping) else [item] for item in layers]
+    names = [str(name) for group in groups if isinstance(group, list) for name in group]
+    used = {"layers": list(dict.fromkeys(half for name in names for half in name.split("+")))}
     added = {name: kind for kind in ("mixers", "feed_forwards") for name in registry.entries(kind)}
     for kind in ("mixers", "feed_forwards"):
-        if isinstance(section := out.get(kind) or {}, Mapping):
-            used[kind] = [name for name, options in section.items() if "declares" not in (options or {})]
-            missing = [name for name in used["layers"] if added.get(name) == kind and name not in section]
-            out |= {kind: {**section, **{name: {} for name in missing}}} if missing else {}
-    for section, given in used.items() if added else ():
-        for name in given:
+        if not isinstance(section := out.get(kind) or {}, Mapping):
+            raise ConfigError(f"model.{kind} = {section!r:.60} must be a section", hint=f"{kind}: {{NAME: {{...}}}}")
+        used[kind] = [
+            str(name)
+            for name, options in section.items()
+            if not isinstance(options, Mapping) or "declares" not in options
+        ]
+        missing = [name for name in used["layers"] if added.get(name) == kind and name not in section]
+        out |= {kind: {**section, **{name: {} for name in missing}}} if missing else {}
+    for section, found in used.items() if added else ():
+        for name in found:
             near = find_near_option(name, [*added, *MIXERS, *FEEDS])
             if near in added and (name != near or added[near] != section != "layers"):
                 raise ConfigError(
