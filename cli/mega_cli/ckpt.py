@@ -63,7 +63,7 @@ def verify_command(
     finite: Annotated[bool, typer.Option("--finite", help="Also check for NaN and infinities.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare every byte of a checkpoint with its checksums. Exit status 2 if it is damaged.
+    """Check a checkpoint by its checksums, a HuggingFace or GGUF model by reading it. Exit status 2 if it is damaged.
 
     HuggingFace and GGUF models have no checksums: for them, the check is that every tensor can be read.
     """

@@ -29,7 +29,7 @@ class HeldOutPrompt:
 
     @property
     def question(self) -> str:
-        """Content of the last message of a held-out prompt, or the plain text."""
+        """Content of the last message of a held-out prompt; for a prompt without messages, its plain text."""
         return str(self.messages[-1].get("content")) if self.messages else self.text
 
 

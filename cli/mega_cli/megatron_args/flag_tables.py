@@ -236,8 +236,8 @@ class MegatronCommandSettings:
         return None
 
     def add_flag_problem(self, given: ParsedMegatronFlag, rule: str, hint: str = "") -> None:
-        """Record a problem for a flag whose value cannot be used.
-        It is raised later by `raise_problems`; `rule` is the rule that the value violates.
+        """Add a flag whose value cannot be used to the problems that `raise_problems` raises later.
+        `rule` is the rule that the value violates.
         """
         problem = ConfigProblem(f"line {given.line}: {given}", rule, hint=hint)
         if problem not in self.problems:

@@ -333,7 +333,7 @@ class NoRopeLayersEntry:
         return {"no_rope_layers": unrotated or None, **build_sliding_window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
+        """Return the config.json keys of layers without RoPE (`no_rope_layers`: 1 for a layer with RoPE) and of windows."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "no_rope_layer_interval": self.every,

@@ -181,8 +181,8 @@ def build_checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that a folder has enough tensors for a model, before a tensor table is built.
-    The number of tensors, `held`, must be at least the model's number of layers and of experts.
+    """Check that a folder has at least as many tensors as its config has layers and experts.
+    It is a quick check before a tensor table is built; `held` is the number of tensors.
 
     Raises:
         CheckpointError: with the counts.

@@ -247,7 +247,9 @@ class ActivationCheckpointer:
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Return `function(*inputs)`, keeping only the inputs for the backward, which calls the function again."""
+    """Return `function(*inputs)`, keeping only the inputs; the backward calls it again, and restores no RNG state.
+    Dropout of mega needs none: its masks are seeded by their use.
+    """
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 

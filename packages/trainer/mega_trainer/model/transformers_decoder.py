@@ -108,7 +108,7 @@ class TransformersDecoder(Decoder):
             _move_buffers(self.module, build.device)
 
     def materialize(self, device: torch.device) -> None:
-        """Give all parameters uninitialised memory on `device`; buffers keep their values.
+        """Give all parameters uninitialised memory on `device`, and move the buffers there with their values.
         FSDP may have sharded the parameters; tied parameters stay tied.
         """
         _replace_parameters(

@@ -226,7 +226,7 @@ class QuantizedFrozenWeight:
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the GEMM operand that `prepare` makes from the unpacked weight; nothing is cached."""
+        """Return the GEMM operand that `prepare` makes from the values, unpacked at each call; `weight` is not read."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:

@@ -38,7 +38,7 @@ SPOILED = 3.0  # value of all tensors before a restore, so that what it leaves o
 
 @dataclass(frozen=True)
 class RestoreFindings:
-    """Findings of one rank about a checkpoint of one layout, restored in another.
+    """Findings of one rank after restoring a checkpoint in another layout: differing tensors, errors of later steps.
 
     Attributes:
         differing: tensors that are not, bit by bit, those that were saved.
