@@ -179,8 +179,14 @@ def _muon(draft: RunYamlDraft) -> None:
 
 def translate_precision_flags(draft: RunYamlDraft) -> None:
     """Add to `draft` the keys `precision`, `fp8` and `fp16` of a run.yaml, from Megatron-LM flags."""
-    if draft.is_megatron_setting_enabled("fp8"):
-        _fp8(draft)
+    if draft.is_megatron_setting_enabled("fp8") or draft.is_megatron_setting_enabled("fp4"):
+        translate = _fp8 if draft.is_megatron_setting_enabled("fp8") else _fp4
+        translate(draft)
+        if draft["first_last_layers_bf16"]:
+            for key, dest in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
+                draft.set_key(f"fp8.bf16_{key}", draft[dest], "first_last_layers_bf16", dest)
+        if draft["fp16"]:
+            draft.add_note("changes meaning", "with fp8, mega computes everything else in bf16", "fp16")
         return
     kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
     if kind == "fp32" and draft.arguments.unread:
@@ -208,11 +214,13 @@ def _fp8(draft: RunYamlDraft) -> None:
         text = "fp8.recipe is tensorwise, which scales by the current values instead of the history of earlier steps"
         draft.add_note("changes meaning", text, "fp8_recipe" if "fp8_recipe" in draft else "fp8")
     draft.set_key("fp8.format", draft["fp8"], "fp8")
-    if draft["first_last_layers_bf16"]:
-        for key, dest in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
-            draft.set_key(f"fp8.bf16_{key}", draft[dest], "first_last_layers_bf16", dest)
-    if draft["fp16"]:
-        draft.add_note("changes meaning", "with fp8, mega computes everything else in bf16", "fp16")
+
+
+def _fp4(draft: RunYamlDraft) -> None:
+    draft.set_key("precision", "fp8", "fp4", "bf16")
+    recipe = None if draft["fp4_recipe"] == "custom" else draft["fp4_recipe"]
+    draft.set_key("fp8.recipe", recipe, "fp4_recipe", ask="custom recipes are not supported; mega has nvfp4")
+    draft.set_key("kernels.linear", "te", "fp4")
 
 
 def _loss_scale(draft: RunYamlDraft) -> None:

@@ -385,6 +385,10 @@ def test_what_is_given_completely_can_be_run(arguments: str):
             "--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
             {"fp8": {"recipe": "blockwise", "format": "e4m3", "bf16_first": 1, "bf16_last": 2}},
         ),
+        (
+            "--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"precision": "fp8", "fp8": {"recipe": "nvfp4", "bf16_first": 1, "bf16_last": 2}, "kernels.linear": "te"},
+        ),
         ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2", {"precision": "bf16"}),
         ("--layernorm-epsilon 1e-6", {"model.norm_eps": 1e-6}),
         ("--seed 1 --seed 2", {"train.seed": 2}),
