@@ -458,8 +458,8 @@ class LayerCostModel:
             self.interconnect.make_rank_group(run.tp, 1),
         )
         every = 10 - 2 * frozen * run.sp
-        waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
-        waited = min(every, waited + 2 * frozen if waited >= 6 else waited)
+        alone = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        waited = min(every, alone + 2 * frozen if alone >= 6 else alone)
         waited, again = (0, 0) if run.tp_comm_overlap else (waited, 2 if run.recompute == "full" else 0)
         overlapped = self.rates.exposed_seconds(
             (every - waited) * one, work["products"].total * (every - waited) / every
