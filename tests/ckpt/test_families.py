@@ -192,7 +192,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
@@ -209,12 +209,12 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**QWEN, "num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 must be at most"),
         ({**QWEN, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**QWEN, "layer_types": 3}, "layer_types"),
-        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
         (
             {**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
@@ -230,7 +230,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**V3, "model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step = 0 must be at least 1"),
         ({**GEMMA, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 must be more than 0"),
         ({**V3, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
-        ({**V3, "rope_interleave": False}, "rope_interleave = False"),
+        ({**V3, "rope_interleave": False}, "rope_interleave = false"),
         ({**V3, "num_key_value_heads": 2}, "num_key_value_heads = 2 must be 4"),
         ({**V3, "head_dim": 7}, "head_dim = 7 must be 2"),
         ({**DSA, "index_topk_freq": 3}, "selection of an earlier layer, such as 2, are not supported"),
@@ -240,11 +240,11 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ),
         ({**DSA, "index_topk_pattern": "FFS"}, "selection of an earlier layer, such as 2, are not supported"),
         ({**DSA, "layer_types": ["full_attention"] * 3}, "(only indexed_attention)"),
-        ({**DSA, "indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+        ({**DSA, "indexer_rope_interleave": False}, "indexer_rope_interleave = false"),
         ({**DSA, "model_type": "deepseek_v32", "index_head_dim": 1}, "must be at least qk_rope_head_dim = 2"),
         ({key: value for key, value in V3.items() if key != "kv_lora_rank"}, "kv_lora_rank is missing"),
-        ({**V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True"),
-        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = true"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "must be one set of parameters for each of"),
         ({**MIMO, "rope_parameters": {"full_attention": YARN}}, "rope_type = 'yarn'"),
@@ -255,8 +255,8 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
             "in all layers with a window, and in all layers without",
         ),
         ({**LAGUNA, "num_attention_heads_per_layer": [4, 4]}, "has 2 layers, not 3"),
-        ({**LAGUNA, "attention_bias": True}, "attention_bias = True"),
-        ({**LAGUNA, "moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
+        ({**LAGUNA, "attention_bias": True}, "attention_bias = true"),
+        ({**LAGUNA, "moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = true"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
@@ -317,14 +317,14 @@ GRANITE4 = {
         ({**NEMOTRON_H, "head_dim": 8, "attention_head_dim": 10}, "must be equal"),
         ({**NEMOTRON_H, "time_step_limit": 3}, "must be two numbers"),
         ({**NEMOTRON_H, "time_step_limit": [0, "soon"]}, "'soon' must be a number"),
-        ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "mlp_bias": True}, "mlp_bias = True"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "mlp_bias": True}, "mlp_bias = true"),
         ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "n_shared_experts": 2}, "n_shared_experts = 2"),
-        ({**NEMOTRON_H, "attention_bias": True}, "attention_bias = True"),
+        ({**NEMOTRON_H, "attention_bias": True}, "attention_bias = true"),
         ({**GRANITE4, "layer_types": ["mamba"]}, "layer_types has 1 layers"),
         ({**GRANITE4, "mamba_n_heads": 5}, "x hidden_size = 48 must equal 5 heads x 8"),
         ({**LLAMA, "model_type": "bamba", "mamba_n_heads": 6, "mamba_d_head": 8, "layers_block_type": ["mamba"] * 3,
           "attn_layer_indices": [1]}, "conflicts with attn_layer_indices"),
-        ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
+        ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = false"),
         ({**LLAMA, "model_type": "olmo_hybrid", "layer_types": ["mamba"] * 3}, "only a list of full_attention and"),
         ({**LLAMA, "model_type": "olmo_hybrid", "linear_num_key_heads": 3}, "must divide num_value_heads = 4"),
     ],
@@ -351,6 +351,22 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as caught:
         read({**LLAMA, "hidden_act": "relu", "is_causal": False, "partial_rotary_factor": 0.5})
     assert all(key in str(caught.value) for key in ("hidden_act", "is_causal", "partial_rotary_factor"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
+        ({"intermediate_size": [40, 48]}, "must be one width for all 3 layers"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input = 99 must be at most vocab_size = "),
+        ({"activation_sparsity_pattern": [0.5]}, "ffn_sparsity = 1: must have a value for each"),
+    ],
+)  # fmt: skip
+def test_what_gemma_3n_cannot_be_is_named(more: dict[str, Any], message: str) -> None:
+    raw = {**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 40}
+    raw |= {"layer_types": ["full_attention"] * 3, **more}
+    with pytest.raises(CheckpointError, match=message):
+        read(raw)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +444,8 @@ def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) 
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
     if family.outer_model_type:  # whose code is in the same file
         whole = transformers.AutoConfig.for_model(family.outer_model_type, vision_config={})
-        others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
+        parts = [whole, whole.vision_config, getattr(whole, "audio_config", None)]
+        others |= {field.name for part in parts if part is not None for field in dataclasses.fields(part)}
     assert _read_by(code) - others - family.known_config_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):
         common = importlib.import_module(f"transformers.{name}")
@@ -527,18 +544,18 @@ def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"moe": {**MOE, "score": "sigmoid"}}, "moe.score = 'sigmoid' has no counterpart"),
+        ({"moe": {**MOE, "score": "sigmoid"}}, "moe.score = 'sigmoid' has no key in config.json"),
         ({"moe": {**MOE, "layers": [1]}}, "mixtral: moe.layers must be all layers"),
-        ({"attention_sinks": True, "logit_softcap": 3.0}, "llama: attention_sinks = True has no counterpart"),
-        ({"logit_softcap": 3.0}, "llama: logit_softcap = 3.0 has no counterpart"),
+        ({"attention_sinks": True, "logit_softcap": 3.0}, "llama: attention_sinks = true has no key in config.json"),
+        ({"logit_softcap": 3.0}, "llama: logit_softcap = 3.0 has no key in config.json"),
         ({**GEMMA_LIKE, "attention_scale": 0.3}, "attention_scale must be 1 / sqrt(a whole number), not 0.3"),
-        ({"norm_position": "both", "logit_softcap": 3.0}, "llama: norm_position = 'both' has no counterpart"),
+        ({"norm_position": "both", "logit_softcap": 3.0}, "llama: norm_position = 'both' has no key in config.json"),
         ({**OSS, "sliding_window": None, "activation_limit": None}, "gpt_oss: activation_limit is missing"),
-        ({**DEEPSEEK, "attention_scale": 0.5}, "deepseek_v3: attention_scale = 0.5 has no counterpart"),
+        ({**DEEPSEEK, "attention_scale": 0.5}, "deepseek_v3: attention_scale = 0.5 has no key in config.json"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "group_score": "max"}}, "moe.group_score must be 'top2', not 'max'"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "layers": [0]}, "attention_scale": 0.5}, "moe.layers must be all layers from 0 to the last"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "shared_ffn_hidden_size": 9}}, "must be a positive multiple of moe.ffn_hidden_size = 8"),
-        ({"mla": MLA, "embedding_norm": True}, "mla = MlaConfig("),
+        ({"mla": MLA, "embedding_norm": True}, "mla = {"),
     ],
 )  # fmt: skip
 def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told: str) -> None:

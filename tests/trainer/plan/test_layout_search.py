@@ -20,7 +20,8 @@ from mega_trainer.plan.layout_search import (
     make_planned_run,
 )
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import apply_settings
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
+from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.other_trainers import OTHER_TRAINERS, SEARCH_MARGIN
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -214,3 +215,22 @@ def test_another_precision_is_found_only_where_it_is_asked_for() -> None:
     best = find_best_layouts(config, 2, H100, keep=1, precisions=["bf16", "fp8"])[0]
     assert best.settings["precision"] == "fp8"
     assert "precision: fp8" in layout_to_yaml(best)
+
+
+def test_four_bits_take_less_time_and_memory_than_eight_on_a_gpu_that_has_them() -> None:
+    config = run({**load_model_preset("llama3-8b"), "num_layers": 4}, 4, 8192)
+    eight, four = (
+        apply_settings(config, {"precision": "fp8", "fp8.recipe": recipe, "parallel.zero": 1})
+        for recipe in ("mxfp8", "nvfp4")
+    )
+    (slow, large), (fast, small) = (
+        (
+            make_planned_run(one, 4, load_machine("b200")).predict_step_time().seconds,
+            predict_memory(one.model, make_training_layout(one, 4))[0]["weights"],
+        )
+        for one in (eight, four)
+    )
+    assert fast < 0.95 * slow
+    assert small < large
+    with pytest.raises(ConfigError, match="nvfp4 is not supported on H100"):
+        make_planned_run(four, 4, H100)

@@ -19,7 +19,7 @@ HEADS, HEAD_DIM, TOKENS, TOKENS_CPU = 32, 128, 8192, 512
 
 
 def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterator[CheckResult]:
-    """Yield the measured speeds of `device`; without a `machine` there is no expectation."""
+    """Yield the speeds of GEMMs, attention, memory, host copies and kernel launches on `device`, against `machine`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     expected = {} if machine is None else _expected_speeds(machine)
     measured = {
@@ -47,7 +47,7 @@ def _expected_speeds(machine: MachineSpec) -> dict[str, float]:
 
 
 def time_fastest_call(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the seconds of the fastest of some calls, after one that is not counted; the device is waited for."""
+    """Return the seconds of the fastest of `repeats` calls after a warm-up call, including their work on the device."""
     call()
     times = []
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def measure_gemm_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_attention_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the TFLOP/s of causal attention, forward, with the unmasked part of the products counted."""
+    """Return the TFLOP/s of the forward of causal attention; only the unmasked half of the products is counted."""
     tokens, heads = (TOKENS, HEADS) if device.type == "cuda" else (TOKENS_CPU, 8)
     q, k, v = (torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
     flops = 2 * 2 * heads * tokens * tokens * HEAD_DIM / 2
@@ -98,7 +98,7 @@ def measure_host_copy_bandwidth(device: torch.device) -> float:
 
 
 def measure_kernel_launch_seconds(device: torch.device) -> float:
-    """Return the seconds that a kernel of one element takes in a sequence of them."""
+    """Return the seconds per kernel of 200 one-element kernels that are launched one after another."""
     one, count = torch.zeros(1, device=device), 200
 
     def add_many() -> None:

@@ -110,9 +110,8 @@ class GpuThroughput:
         return flops / self.attention * (1 - self.exponentials + softmax)
 
     def exposed_seconds(self, communication: float, work: float) -> float:
-        """Return the seconds that communication adds to computation with which it overlaps.
-        The result is for `communication` seconds overlapped with `work` seconds of computation: the exposed part, plus
-        the slowdown of the computation.
+        """Return the seconds that `communication` seconds add to the `work` seconds of computation that they overlap.
+        They are the exposed part and the slowdown of the computation.
         """
         exposed = max(0.0, communication - work)
         return exposed + self.contention * (communication - exposed)

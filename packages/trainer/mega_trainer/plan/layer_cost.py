@@ -22,6 +22,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroughput
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
+    altup_shapes,
     compute_mixer_core_flops,
     count_computed_keys,
     expert_input_width,
@@ -115,9 +116,7 @@ PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
-    """Return the sum of several works in seconds of forward and backward by kind of work.
-    Kinds are, for example, GEMMs or communication.
-    """
+    """Return the sum of seconds by kind of work, such as GEMMs, over several parts of a model."""
     out: PassWork = {}
     for work in works:
         for kind, cost in work.items():
@@ -221,7 +220,7 @@ class LayerCostModel:
         model, run = self.model, self.run
         for mixer in kind.mixers:
             yield from self._projection_gemms(mixer)
-        for out, into in layer_input_shapes(model):
+        for out, into in (*layer_input_shapes(model), *altup_shapes(model)):
             yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
         shared = model.moe.shared_ffn_hidden_size if model.moe else 0
         width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)
@@ -458,8 +457,8 @@ class LayerCostModel:
             self.interconnect.make_rank_group(run.tp, 1),
         )
         every = 10 - 2 * frozen * run.sp
-        alone = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
-        waited = min(every, alone + 2 * frozen if alone >= 6 else alone)
+        waited: float = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        waited = min(every, waited + 2 * frozen if waited >= 6 else waited)
         waited, again = (0, 0) if run.tp_comm_overlap else (waited, 2 if run.recompute == "full" else 0)
         overlapped = self.rates.exposed_seconds(
             (every - waited) * one, work["products"].total * (every - waited) / every

@@ -28,7 +28,8 @@ RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec, zero_levels: Collection[int] = (1, 2, 3)
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these levels of ZeRO.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these ZeRO levels.
+
     They divide the ranks, layers and batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
@@ -106,8 +107,7 @@ def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RoughMemoryEstimate:
-    """Rough memory estimate of the first pipeline rank.
-    It excludes layouts before `predict_memory` counts all saved tensors.
+    """Rough memory estimate of the first pipeline rank, which excludes layouts before the exact `predict_memory`.
 
     Attributes:
         model: configuration of the model.
@@ -126,7 +126,7 @@ class RoughMemoryEstimate:
 
     @classmethod
     def from_parameters(cls, model: ModelConfig, count: ParameterCounts) -> RoughMemoryEstimate:
-        """Return an estimate with the constants of the model, which are equal in all layouts."""
+        """Return the estimate of a model with given parameter counts, for any of its layouts."""
         layers = count.layers
         split, whole = (sum(getattr(layer, name) for layer in layers) for name in ("split", "whole"))
         return cls(model, count, split, whole, max(layer.experts for layer in layers), max_active_ffn_width(model))

@@ -63,10 +63,7 @@ class PlannedLayout:
 
 
 def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """Return a text that explains the predicted step time of a layout.
-    It has the largest parts of the step time if `layout` is `best`, else the largest differences of `layout` from
-    `best`.
-    """
+    """Return a text with the largest parts of a layout's step time, or its largest differences from `best`."""
     whole, parts = layout.time.seconds, layout.time.parts
     if layout is best:
         return ", ".join(
@@ -95,7 +92,7 @@ def format_layout_settings(settings: Mapping[str, Any]) -> str:
 
 
 def layout_to_yaml(layout: PlannedLayout) -> str:
-    """Return run.yaml text that sets a layout: the sections `parallel`, `batch.micro` and `recompute`."""
+    """Return run.yaml text with all settings of a layout, such as the sections `parallel` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
     nested = apply_config_overrides({}, format_overrides(given))
     if not nested.get("offload", {}).get("activations"):
@@ -121,8 +118,10 @@ def make_planned_run(
     The step time is that of mega, or of the trainer `like`.
 
     Raises:
-        ConfigError: when the machine has no rate for the run's precision.
+        ConfigError: when the GPU has no GEMMs in four bits and the run needs them.
     """
+    if config.gemm_precision == "nvfp4" and not machine.supports_precision("nvfp4"):
+        raise ConfigError(f"fp8.recipe = nvfp4 is not supported on {machine.gpu}", hint="set fp8.recipe=tensorwise")
     return PlannedRun.from_settings(
         config.model,
         make_training_layout(config, ranks),

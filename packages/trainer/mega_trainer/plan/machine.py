@@ -128,8 +128,8 @@ class MachineSpec(StrictConfig):
         return self.tflops[kind] * 1e12 if kind in self.tflops else find_peak_flops(self.gpu, kind)
 
     def get_reference_flops(self, precision: str, exponent: float) -> float:
-        """Return the FLOP/s of which `MachineEfficiency` has shares: the peak, or, with a power limit, the peak of the
-        generation's reference GPU under this limit.
+        """Return the FLOP/s of which `MachineEfficiency` has shares: the peak, or a rate that follows the power limit.
+        With a power limit it is the peak of the generation's reference GPU under this limit.
 
         A peak is of the highest clock. Long GEMMs run at a lower one, at which the GPU needs all the power that it may use: so
         their rate grows with the power limit, by `exponent`, and not with the peak.
@@ -163,14 +163,12 @@ class MachineSpec(StrictConfig):
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:
-        """Achieved fractions of the data sheet's peak FLOPS and bandwidths on this machine.
-        They are the machine's own if set, else the defaults of its GPU generation.
-        """
+        """Achieved fractions of the data sheet's figures: the machine's own if set, else its GPU generation's defaults."""
         return self.efficiency or load_default_efficiencies()[self.generation]
 
     @property
     def network_gb_s(self) -> float:
-        """Bandwidth of the selected network between nodes, in GB/s of one GPU, one way."""
+        """Bandwidth of the selected network between nodes, in GB/s per GPU and direction."""
         return next(iter(self.networks_gb_s.values()))
 
 

@@ -56,7 +56,8 @@ def make_memory_options(run: TrainingLayout) -> TrainerMemoryOptions:
 def predict_other_trainer_memory(
     model: ModelConfig, run: TrainingLayout, like: TrainerName, options: TrainerMemoryOptions | None = None
 ) -> list[dict[str, int]]:
-    """Return the peak bytes by kind that another trainer needs on a rank of each pipeline stage.
+    """Return the peak bytes by kind that another trainer needs on one rank in each pipeline rank.
+
     `like` is the trainer. The kinds are `weights`, `gradients`, `optimizer`, `activations` and `work`, which is the
     loss and, under FSDP2, gathered weights.
 

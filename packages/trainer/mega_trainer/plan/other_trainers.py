@@ -50,7 +50,10 @@ class OtherTrainer:
     memory: TrainerMemoryOptions = field(default_factory=TrainerMemoryOptions)
 
     def supports_layout(self, model: ModelConfig, run: TrainingLayout) -> bool:
-        """Return whether the trainer can run a layout of the search. Megatron-LM has equal stages where `pp` divides the layers."""
+        """Return whether the trainer can run the layout `run`, by its schedules, ZeRO levels and other limits.
+
+        Megatron-LM has equal stages where `pp` divides the layers.
+        """
         uneven = model.num_layers % run.pp == 0 and model.num_layers % (run.pp * run.virtual_stages) > 0
         zero = self.zero if run.pp == 1 or len(self.zero) == 1 else tuple(level for level in self.zero if level < 3)
         return (
@@ -68,7 +71,7 @@ class OtherTrainer:
         )
 
     def predict_memory(self, model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
-        """Return the peak bytes by kind on a rank of each pipeline stage; ZeRO-3 of any trainer as FSDP2 allocates."""
+        """Return the peak bytes by kind of one rank in each pipeline rank; ZeRO-3 of any trainer as FSDP2 allocates."""
         options = replace(self.memory, recomputed=make_memory_options(run).recomputed)
         return predict_other_trainer_memory(model, run, "fsdp2" if run.zero == 3 else self.name, options)
 
@@ -98,7 +101,7 @@ OTHER_TRAINERS: dict[TrainerName, OtherTrainer] = {
 
 
 def get_other_trainer(name: str) -> OtherTrainer:
-    """Return the trainer of `--like`.
+    """Return the trainer that the option `--like` names.
 
     Raises:
         ConfigError: for an unknown name.
