@@ -44,6 +44,34 @@ def test_a_published_run_takes_as_long_as_was_measured(model: str, run: Training
     assert seconds(run, ModelConfig.parse(load_model_preset(model)), peers) == pytest.approx(measured, rel=0.15)
 
 
+def test_packed_documents_attend_to_as_many_tokens_as_documents_of_their_own() -> None:
+    packed = predict_step_time(LLAMA, replace(RUN, document_length=512), H100, HOPPER)
+    alone = predict_step_time(LLAMA, replace(RUN, seq_length=512, micro_batch=16), H100, HOPPER)
+    whole = predict_step_time(LLAMA, replace(RUN, document_length=1 << 20), H100, HOPPER)
+    assert packed.parts["attention"] == pytest.approx(alone.parts["attention"])
+    assert packed.parts["products"] == whole.parts["products"]
+    assert whole == predict_step_time(LLAMA, RUN, H100, HOPPER)
+
+
+def test_frozen_weights_need_no_inputs_again_and_hide_no_collectives_and_their_operands_are_quantised_once() -> None:
+    """Of the ten collectives of a layer, four of six are waited for in mega; without weight gradients all eight that are left."""
+    split = replace(RUN, tp=2, sp=True, dp=4)
+    trained, frozen = (
+        predict_step_time(LLAMA, replace(split, freeze=names), H100, HOPPER) for names in ((), ("model.layers.*",))
+    )
+    one = trained.parts["tensor"] / (6 + 4 * HOPPER.contention)  # four run beside GEMMs that are longer
+    assert frozen.parts["tensor"] == pytest.approx(8 * one)
+    model = PlannedRun.from_settings(LLAMA, replace(RUN, precision="fp8"), H100, HOPPER, TrainerProfile()).cost_model
+    quantised = (3 * 4096 * 6144, 3 * 4096 * 8192, 4096 * (6144 + 8192))  # bytes: of frozen weights without the last
+    shapes = ((4096, 8192, 6144), (4096, 6144, 8192), (8192, 6144, 4096))
+    for found, moved, (rows, columns, inner), result in zip(
+        model._gemm(4096, 8192, 6144), quantised, shapes, (2, 2, 8), strict=True
+    ):
+        moved += rows * inner + columns * inner + result * rows * columns
+        product = model.rates.gemm_compute_seconds((rows, columns, inner), "fp8")
+        assert found == pytest.approx(model.rates.kernel + product + moved / model.rates.memory)
+
+
 def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_longer_the_sequence() -> None:
     delta = {"num_key_heads": 8, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
     sections = {"mamba": {"num_heads": 64, "head_dim": 64, "num_groups": 8}, "delta": delta}
