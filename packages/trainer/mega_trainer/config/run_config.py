@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from math import isclose
@@ -422,6 +423,7 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+MODEL_SOURCES = ("preset", "from", "implementation")
 MODEL_HINT = "set model.preset=NAME, such as tiny, or model.from=FOLDER"
 _OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
 
@@ -478,6 +480,9 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         raise ConfigError(f"model = {raw['model']!r} must be a section of keys with values", hint=MODEL_HINT)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
+    for key in model.keys() - ModelConfig.model_fields.keys():
+        if key not in MODEL_SOURCES and (near := get_close_matches(str(key), MODEL_SOURCES, n=1, cutoff=0.75)):
+            raise ConfigError(f"model.{key}: unknown key", hint=f"did you mean {near[0]!r}?")
     if "preset" in model and "from" in model:
         raise ConfigError(
             "model.preset conflicts with model.from",
