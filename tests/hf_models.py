@@ -33,6 +33,10 @@ _SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _GEMMA = {**_SIZES, "head_dim": 10, "pad_token_id": 0}
+_GEMMA3N = {
+    **_GEMMA, "sliding_window": 8, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0,
+    "activation_sparsity_pattern": [0.8, 0.5, 0.0],
+}  # fmt: skip
 _GEMMA4 = {**_GEMMA, "sliding_window": 8, "global_head_dim": 16}
 _EXPERTS = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DEEPSEEK = {
@@ -235,6 +239,17 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-untied-bias": (
         "gemma3_text", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 7,
                         "layer_types": ["full_attention"] * 3, "head_dim": 14},
+    ),
+    "gemma3n": (
+        "gemma3n_text", {**_GEMMA3N, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3n-odd": (
+        "gemma3n_text", {**_GEMMA3N, "num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_kv_shared_layers": 2,
+                         "altup_num_inputs": 3, "altup_active_idx": 1, "laurel_rank": 5, "activation_sparsity_pattern": [0.9, 0.0, 0.3, 0.7],
+                         "attention_bias": True, "tie_word_embeddings": False, "altup_coef_clip": 0.01, "final_logit_softcapping": 3.0,
+                         "vocab_size_per_layer_input": _SIZES["vocab_size"], "rope_parameters": {
+                             "full_attention": LINEAR | {"rope_theta": 1e6},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
     ),
     "gemma4": (
         "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},

@@ -484,6 +484,11 @@ VARIANTS |= {
         "layer_scale": True, "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1},
         "per_layer_input_size": 6, "shared_kv_layers": 2, "shared_kv_ffn_hidden_size": 80, "local_rope": {"theta": 100.0},
     },
+    "gemma3n": {
+        **GEMMA, "zero_centered_norm": False, "num_layers": 4, "full_attention_layers": [1, 3], "qk_norm": True, "value_norm": True,
+        "attention_scale": 1.0, "per_layer_input_size": 6, "per_layer_vocab_size": 50, "shared_kv_layers": 2, "logit_softcap": 3.0,
+        "local_rope": {"theta": 100.0}, "altup": {"streams": 3, "active": 1, "laurel_rank": 5}, "ffn_sparsity": [0.6, 0.0, 0.3, 0.0],
+    },
     "gemma4-experts": {
         **GEMMA, "zero_centered_norm": False, "full_attention_layers": [1], "qk_norm": True, "value_norm": True, "layer_scale": True,
         "attention_scale": 1.0, "moe": {**MOE, "shared_ffn_hidden_size": 48, "separate_norms": True}, "ffn_hidden_size": 48,

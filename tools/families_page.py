@@ -47,7 +47,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba in a layer of another form"),
     (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
     (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention in a block of another form"),
-    (r"key:(altup_|laurel_)", "several residual streams (AltUp), residuals of low rank (Laurel) and sparse activations"),
     (r"key:hidden_size_per_layer_input", "embeddings in every layer in a block of another form"),
     (r"module:.*(Differential|DiffAttn)|key:lambda_std_dev", "differential attention"),
     (r"key:(num_hashes|lsh_|axial_pos|block_size|num_random_blocks)", "hashed or block-sparse attention"),
@@ -81,6 +80,8 @@ SETTINGS = """
 - DBRX: `mega` reads the base frequency in `attn_config` if there is no other; transformers 5.23 uses 10,000 then. `mega` has no router jitter.
 - MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
   folder they are carried, and of models trained here not written: transformers then derives them, too.
+- Gemma 3n: `mega` reads the text model; the vision encoder requires timm, and it, the sound encoder and their embeddings are carried. In training, weights
+  of AltUp's coefficients count as clipped; transformers also stores those of predictions clipped.
 - Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
 - OLMo Hybrid: transformers 5.23 saves the convolution of queries, keys and values in three parts of equal size; `mega` reads these and those of the
   hub, which have the sizes of queries, keys and values, and writes the latter for models trained here. `rope_type: null` means no positions, as on the hub.
@@ -129,7 +130,7 @@ CURRENT: tuple[tuple[str, str, str], ...] = (
     ("gpt-oss", "gpt_oss", "openai/gpt-oss-120b"),
     ("Gemma 2", "gemma2", "google/gemma-2-27b"),
     ("Gemma 3", "gemma3", "google/gemma-3-1b-it"),
-    ("Gemma 3n", "gemma3n", ""),
+    ("Gemma 3n", "gemma3n", "google/gemma-3n-E4B (text)"),
     ("Gemma 4", "gemma4", ""),
     ("Mistral 7B, Nemo, Large 2", "mistral", "mistralai/Mistral-Large-Instruct-2407"),
     ("Ministral 3", "ministral3", "Ministral-3-3B, its text model"),

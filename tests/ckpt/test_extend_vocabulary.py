@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from tiny_models import BASE
+from tiny_models import BASE, save_tiny, variant
 from typer.testing import CliRunner
 
-from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, canonical_tensors
+from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, LAYER_EMBEDDING, canonical_tensors
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.families import find_family_by_name
 from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
@@ -38,6 +39,15 @@ def test_new_tokens_are_the_mean_of_the_others(tmp_path: Path, tied: bool) -> No
     assert torch.equal(after.read_tensor("model.norm.weight"), before.read_tensor("model.norm.weight"))
     with pytest.raises(CheckpointError, match="must be at least 61, the vocabulary size of the model"):
         convert_checkpoint(tmp_path, tmp_path / "small", "mega", options=ConvertOptions(vocab_size=60))
+
+
+def test_a_table_of_inputs_of_layers_with_fewer_rows_keeps_them(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_tiny(base, find_family_by_name("gemma3n_text"), variant("gemma3n"))
+    convert_checkpoint(base, tmp_path / "hf", "hf", options=ConvertOptions(vocab_size=64), verify=True)
+    before, after = open_weight_source(base), open_weight_source(tmp_path / "hf")
+    assert after.tensor_shape(EMBEDDING)[0] == 64
+    assert torch.equal(after.read_tensor(LAYER_EMBEDDING), before.read_tensor(LAYER_EMBEDDING))
 
 
 @pytest.fixture

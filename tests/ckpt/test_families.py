@@ -192,7 +192,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config"),
         (
             {**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
@@ -214,7 +214,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
         (
             {**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "must have 3 numbers with scaling 'longrope'",
+            "must have 3 numbers with rope.scaling = longrope",
         ),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
@@ -354,6 +354,22 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
+        ({"intermediate_size": [40, 48]}, "must be one width for all 3 layers"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input = 99 must be at most vocab_size = "),
+        ({"activation_sparsity_pattern": [0.5]}, "ffn_sparsity = 1: must have a value for each"),
+    ],
+)  # fmt: skip
+def test_what_gemma_3n_cannot_be_is_named(more: dict[str, Any], message: str) -> None:
+    raw = {**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 40}
+    raw |= {"layer_types": ["full_attention"] * 3, **more}
+    with pytest.raises(CheckpointError, match=message):
+        read(raw)
+
+
+@pytest.mark.parametrize(
     ("more", "key"),
     [
         ({}, "vocab_size_per_layer_input"), ({"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input"),
@@ -428,7 +444,8 @@ def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) 
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
     if family.outer_model_type:  # whose code is in the same file
         whole = transformers.AutoConfig.for_model(family.outer_model_type, vision_config={})
-        others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
+        parts = [whole, whole.vision_config, getattr(whole, "audio_config", None)]
+        others |= {field.name for part in parts if part is not None for field in dataclasses.fields(part)}
     assert _read_by(code) - others - family.known_config_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):
         common = importlib.import_module(f"transformers.{name}")

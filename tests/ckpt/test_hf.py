@@ -153,6 +153,31 @@ def test_the_text_part_of_gemma_4(tmp_path: Path) -> None:
     assert content(back) == content(whole)
 
 
+def test_the_text_part_of_gemma_3n(tmp_path: Path) -> None:
+    """Its vision encoder requires timm: the tensors of the other parts are made up, and keys that layers share are stored too."""
+    text, whole, mega, back = (tmp_path / name for name in ("text", "whole", "mega", "back"))
+    save_model(text, "gemma3n-odd")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
+    shared = {f"model.language_model.layers.3.self_attn.{part}_proj.weight": torch.randn(20, 24) for part in "kv"}
+    others = {
+        name: torch.randn(3, 4)
+        for name in ("model.vision_tower.a.weight", "model.audio_tower.b", "model.embed_audio.c")
+    }
+    config = {
+        "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "tie_word_embeddings": False,
+        "text_config": json.loads((text / "config.json").read_text()), "vision_config": {}, "audio_config": {},
+    }  # fmt: skip
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(config))
+    save_file({**tensors, **shared, **others}, whole / "model.safetensors", metadata={"format": "pt"})
+    source = HfSource(whole)
+    assert source.model.altup is not None
+    assert set(source.buffer_names()) == {*shared, *others}
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
+    assert content(back) == content(whole)
+
+
 class WithoutOrigin(DerivedWeightSource):
     """The weights alone, as of a model that was trained from the start."""
 

@@ -1,7 +1,8 @@
 """Folders of the hub, by what their config.json says: against the presets, and a list of models with known sizes.
 
 `data/hub_configs.jsonl` has a line for each model: its name, its config.json, and either its parameters as transformers
-5.23 counts them (tied tensors once, selection biases too, without layers that predict further tokens) or what it is refused for.
+5.23 counts them (tied tensors once, selection biases too, without layers that predict further tokens) or what it is refused for. `data/image_configs.jsonl` has names and
+config.json of models with images, which are counted by transformers in the test.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mega_ckpt.canonical_tensors import count_model_parameters
-from mega_ckpt.families import FAMILIES, detect_model_family, find_family_expressing_model, is_equivalent_config
+from mega_ckpt.families import (
+    FAMILIES,
+    VISION_FAMILIES,
+    detect_model_family,
+    find_family_expressing_model,
+    is_equivalent_config,
+)
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_common.model_presets import load_model_preset
@@ -282,3 +290,25 @@ def test_the_list_is_of_every_family_and_has_what_the_hub_has() -> None:
     odd = {key for raw in configs for key in detect_model_family(raw).unread_keys(raw)}
     assert {"use_mrope", "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed"} <= odd
     assert {"unsloth_version", "_model_name_or_path", "_attn_implementation_autoset", "model_max_length"} <= odd
+
+
+# Sizes of models with images, written down from memory or from transformers' defaults.
+IMAGES: list[dict[str, Any]] = [
+    *map(json.loads, (Path(__file__).parent / "data" / "image_configs.jsonl").read_text("utf-8").splitlines()),
+    *({"name": name, "config": raw} for name, raw in HUB.items() if "vision_config" in raw),
+]
+
+
+@pytest.mark.parametrize("raw", [pytest.param(entry["config"], id=entry["name"]) for entry in IMAGES])
+def test_a_model_with_images_has_the_tensors_of_transformers(raw: dict[str, Any]) -> None:
+    """Text model, vision encoder and projector together, in number of elements; tied tensors count once."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        theirs = transformers.AutoModelForImageTextToText.from_config(config)
+    stored = {id(tensor): tensor.numel() for tensor in theirs.state_dict(keep_vars=True).values()}
+    assert count_model_parameters(detect_model_family(raw).read_config_json(raw)) == sum(stored.values())
+
+
+def test_every_family_with_images_is_counted() -> None:
+    assert {entry["config"]["model_type"] for entry in IMAGES} == {family.name for family in VISION_FAMILIES}

@@ -86,6 +86,16 @@ def test_what_follows_from_what_is_given() -> None:
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> rope.fraction: 1"),
         ({"hyper_connections": {}, "mtp_layers": 1}, "mtp_layers: is not supported with hyper_connections"),
         ({"hyper_connections": {}, "norm_position": "post"}, "requires norm_position: pre and causal attention"),
+        ({"altup": {}, "mtp_layers": 1}, "mtp_layers: is not supported with altup"),
+        ({"altup": {}}, "altup: requires norm_position: both, per_layer_input_size and causal attention"),
+        ({"altup": {"streams": 2, "active": 2}}, "altup.active = 2: must be below streams = 2"),
+        ({"ffn_sparsity": [0.5]}, "ffn_sparsity = 1: must have a value for each of num_layers = 2 layers"),
+        ({"ffn_sparsity": [0.5, 1]}, "ffn_sparsity.1 = 1: must be less than 1"),
+        ({"ffn_sparsity": [0.5, 0], "activation": "gelu"}, "ffn_sparsity: requires a gated activation, and no moe"),
+        (
+            {"per_layer_vocab_size": 4},
+            "per_layer_vocab_size = 4: requires per_layer_input_size, and must be below vocab_size",
+        ),
         ({"norm_positions": {"convolution": "pre"}}, "norm_positions = {convolution: 'pre'}: must name mixers"),
         (
             {"norm_positions": {"delta": "pre"}, "norm_position": "sum"},
@@ -113,7 +123,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"layers": []}, "layers = []: must name at least one layer: a mixer"),
         (
             {"layers": "*-*"},
-            "num_layers = 2: conflicts with layers, which names 3 layers instead of 2 -> leave out num_layers",
+            "num_layers = 2: conflicts with layers, which names 3 layers instead of 2 -> num_layers: 3",
         ),
         ({"layers": "M-"}, "mamba: is required: layers names layers of this kind"),
         ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: must be greater than 0"),

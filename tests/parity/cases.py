@@ -146,6 +146,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "value_norm": True, "layer_scale": True, "attention_scale": 1.0, "norm_position": "both", "qkv_bias": False,
         },
         {"per_layer_input_size": 6, "layer_scale": True, "tie_embeddings": True, "scale_embeddings": True},
+        {
+            "altup": {"streams": 3, "active": 1, "laurel_rank": 5}, "ffn_sparsity": [0.6, 0.0, 0.3], "per_layer_input_size": 6,
+            "per_layer_vocab_size": 50, "norm_position": "both", "tie_embeddings": True, "scale_embeddings": True,
+        },
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
@@ -390,6 +394,10 @@ def case(
     fields, chosen = {"length": LENGTHS.get(name, 16), **more}, {**model(name, layers), **(variant or {})}
     if "layers" in chosen:  # a pattern, again and again
         chosen["layers"] = [chosen["layers"][layer % len(chosen["layers"])] for layer in range(layers)]
+    if "ffn_sparsity" in chosen:
+        chosen["ffn_sparsity"] = [
+            chosen["ffn_sparsity"][layer % len(chosen["ffn_sparsity"])] for layer in range(layers)
+        ]
     if "encoder" in chosen:
         chosen["encoder"] = {**chosen["encoder"], "num_layers": layers // 2}
     if "retro" in chosen:  # some of the later layers

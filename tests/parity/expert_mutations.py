@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from mega_trainer.distributed.comm import CollectiveWork
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
+    alternating_updates,
     asymmetric_attention,
     attention,
     compressed_attention,
     decoder,
     expert_router,
+    feed_forward,
     mixture_of_experts,
     norms,
     parameter_builder,
@@ -63,6 +65,10 @@ WIDE = case("dense", 2, parallel={"zero": 0}, micro=2, variant=VARIANTS["dense"]
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
 SHARED = case("gqa", 2, layers=3, parallel={"tp": 2}, variant={"shared_kv_layers": 1, "value_norm": True})
 INPUTS = case("gqa", 2, parallel={"pp": 2}, variant=VARIANTS["gqa"][4])
+ALTUP, ALTUP_DATA = (
+    case("gqa", 2, parallel=shape, micro=2, variant=VARIANTS["gqa"][5])
+    for shape in ({"tp": 2, "sp": True}, {"zero": 0})
+)
 SEPARATE = case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][5])
 ENTRIES = case("moe", 2, layers=2, parallel={"tp": 2}, micro=2, variant=COMPRESSED)
 GATHERED = case("moe", 2, layers=2, parallel={"cp": 2}, micro=2, variant=COMPRESSED)
@@ -441,6 +447,31 @@ def _inputs_without_gradient_between_stages() -> AbstractContextManager[Any]:
     return swap(LayerInputDecoder, "forward", forward)
 
 
+def _cutoff_of_a_part() -> AbstractContextManager[Any]:
+    """The cutoff of gates is by a tensor rank's gates alone."""
+    return swap(feed_forward, "sum_partial_results", lambda x, group, sp: x * group.size)
+
+
+def _router_of_streams_without_sync() -> AbstractContextManager[Any]:
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        own = ".altup.modality_router." in pieces[0].name
+        return real(shape, pieces, **(options | {"grad_sync": ()} if own else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
+def _streams_unscaled_on_one_rank() -> AbstractContextManager[Any]:
+    """Data rank 0 does not scale projected streams to the first one."""
+    real = alternating_updates._root_mean_square
+
+    def measure(x: Tensor) -> Tensor:
+        return real(x) if torch.distributed.get_rank() else torch.ones_like(x[..., :1])
+
+    return swap(alternating_updates, "_root_mean_square", measure)
+
+
 def _separate_norms_without_sync() -> AbstractContextManager[Any]:
     real = parameter_builder.make_parameter
 
@@ -570,6 +601,9 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("shared keys: no gradient from the layers that share them", SHARED, _keys_detached),
     ("inputs of layers: of the layer before in the last stage", INPUTS, _inputs_of_the_layer_before),
     ("inputs of layers: no gradient between stages", INPUTS, _inputs_without_gradient_between_stages),
+    ("sparse gates: cutoff by a rank's gates alone", ALTUP, _cutoff_of_a_part),
+    ("AltUp: gradient of the router from a rank's tokens alone", ALTUP, _router_of_streams_without_sync),
+    ("AltUp: projected streams not scaled on a data rank", ALTUP_DATA, _streams_unscaled_on_one_rank),
     ("experts: gradient of their own norm from a rank's tokens alone", SEPARATE, _separate_norms_without_sync),
     ("experts added after the next layer: no gradient to them", PAIRS, _shortcut_detached),
     ("zero experts: without a gradient", PAIRS, _zero_experts_changed(Tensor.detach)),

@@ -140,6 +140,23 @@ def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(ev
 
 
 @ONE_IN_THREE
+def test_streams_of_which_a_layer_computes_one_and_sparse_gates(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}, {"recompute": {"kind": "full"}}), (2, {"tp": 2}, {}), (4, {"tp": 4, "sp": True}, {}),
+        (2, {"tp": 2, "sp": True}, {"recompute": {"kind": "selective", "modules": ["norm", "mlp"]}}), (4, {"cp": 2, "pp": 2}, {}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}, {}), (2, {"zero": 3}, {}), (2, {"pp": 2, "schedule": "zb-h1"}, {}),
+        (4, {"tp": 2, "zero": 3}, {"recompute": {"kind": "full"}}),
+    ]  # fmt: skip
+    cases = [
+        case("gqa", ranks, layers=2 * one.get("pp", 1), parallel=one, micro=2, variant=VARIANTS["gqa"][5], **more)
+        for ranks, one, more in shapes
+    ]
+    shared = {**SHARED_KEYS, **VARIANTS["gqa"][5]}
+    cases.append(case("gqa", 4, layers=6, parallel={"tp": 2, "pp": 2}, micro=2, variant=shared, steps=1))
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
 def test_experts_added_after_the_next_layer_and_experts_that_return_their_input(every: int) -> None:
     shapes: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
         (2, 4, {"pp": 2, "pipeline_layout": [1, 3], "ep": 1}, {}), (4, 2, {"tp": 2, "sp": True, "ep": 2}, {"recompute": {"kind": "full"}}),

@@ -22,6 +22,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.attention_masks import AttentionMaskBlock
 from mega_trainer.model import forward_context
+from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder, vision_module
 from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
@@ -36,6 +37,7 @@ PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-
 
 
 RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][3])
+WINDOWS = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][6])
 TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
 MODULE = case("vision", 2, parallel={"tp": 2}, variant={"vision": read_vision("internvl") | {"image_token": 60}})
@@ -157,6 +159,16 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
         "vision: an image ends with its chunk",
         RING,
         lambda: swap(forward_context, "make_image_block_masks", _within_a_chunk),
+    ),
+    (
+        "vision: placeholders see later ones in layers without a window, too",
+        WINDOWS,
+        lambda: swap(SequenceMask, "blocks_for_window", lambda self, window: self.bidirectional_blocks),
+    ),
+    (
+        "vision: placeholders see no later ones in layers with a window",
+        WINDOWS,
+        lambda: swap(SequenceMask, "blocks_for_window", lambda self, window: ()),
     ),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
     (

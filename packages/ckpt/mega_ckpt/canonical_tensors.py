@@ -12,7 +12,7 @@ from functools import partial
 
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import ConfigError
-from mega_common.layer_kinds import COMPRESSED_MIXERS, IndexerConfig
+from mega_common.layer_kinds import COMPRESSED_MIXERS, AltUpConfig, IndexerConfig
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
@@ -47,12 +47,14 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     out |= _norm(config, "model.embed_norm", embedded) if config.embedding_norm else {}
     out |= _linear("model.embed_proj", width, embedded, True) if config.embedding_size else {}
     out |= _layer_inputs(config, config.per_layer_input_size) if config.per_layer_input_size else {}
+    out |= _stream_projections(config, "altup_projections")
     for index in range(config.num_layers):
         if config.encoder and index == config.encoder.num_layers:
             out |= _norm(config, "model.encoder_norm")
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
         out |= _retro_encoder(config, index)
     out |= _hyper_connection(config, "model.hc_head.hc_", head=True) if config.hyper_connections else {}
+    out |= _stream_projections(config, "altup_unembed_projections")
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
     if config.num_score_outputs:
@@ -69,7 +71,7 @@ def _layer_inputs(config: ModelConfig, size: int) -> TensorShapes:
     """Return the tensors that make the inputs of all layers: embedding table, projection and norm."""
     joined = config.num_layers * size
     return {
-        LAYER_EMBEDDING: (config.vocab_size, joined),
+        LAYER_EMBEDDING: (config.per_layer_vocab_size or config.vocab_size, joined),
         **_linear("model.per_layer_model_projection", joined, config.hidden_size, False),
         **_norm(config, "model.per_layer_projection_norm", size),
     }
@@ -140,7 +142,10 @@ def _patch_merger(config: ModelConfig, vision: VisionConfig, prefix: str, norm_s
 
 
 def count_model_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model that `config` describes; tied embeddings count once, and tables of experts not."""
+    """Return the number of parameters of the model that `config` describes; tied embeddings count once.
+
+    Tables of experts by token id are not counted.
+    """
     return sum(math.prod(shape) for name, shape in canonical_tensors(config).items() if not name.endswith(EXPERT_TABLE))
 
 
@@ -185,6 +190,7 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
         {"layer_scalar": (1,)} if config.layer_scale else {},
         _hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {},
         _hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {},
+        _altup(config, config.altup) if config.altup else {},
     ]
     return _join_tensors(parts, index)
 
@@ -217,6 +223,27 @@ def _hyper_connection(config: ModelConfig, prefix: str, *, head: bool = False) -
         f"{prefix}base": (rows,),
         f"{prefix}scale": (1,) if head else (3,),
     }
+
+
+def _altup(config: ModelConfig, altup: AltUpConfig) -> TensorShapes:
+    """Return the tensors of a layer that predict and correct residual streams, and its residual of low rank."""
+    n, width = altup.streams, config.hidden_size
+    return {
+        "altup.correct_output_scale": (width,),
+        **_linear("altup.correction_coefs", n, n, False),
+        **_linear("altup.prediction_coefs", n * n, n, False),
+        **_linear("altup.modality_router", n, width, False),
+        **_norm(config, "altup.router_norm"),
+        **_linear("laurel.linear_left", altup.laurel_rank, width, False),
+        **_linear("laurel.linear_right", width, altup.laurel_rank, False),
+        **_norm(config, "laurel.post_laurel_norm"),
+    }
+
+
+def _stream_projections(config: ModelConfig, name: str) -> TensorShapes:
+    """Return the projections from or to all residual streams but the first, in a model with AltUp."""
+    others, shape = range(config.altup.streams - 1) if config.altup else (), (config.hidden_size,) * 2
+    return {f"model.{name}.{index}.weight": shape for index in others}
 
 
 def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:

@@ -49,6 +49,8 @@ class ExtendedVocabularySource(DerivedWeightSource):
             )
         super().__init__(base, base.model.model_copy(update={"vocab_size": size}))
         self._old, self._files = old_size if first is None else first, files or {}
+        # a table of inputs of layers with fewer rows has none for the new tokens either
+        self._tables = [name for name in TABLES if name != LAYER_EMBEDDING or not base.model.per_layer_vocab_size]
         self._mean = cache(self._compute_mean_row)
 
     def tensor_shape(self, name: str) -> TensorShape:
@@ -56,13 +58,13 @@ class ExtendedVocabularySource(DerivedWeightSource):
         The embedding and the output layer have `size` rows; other tensors have the base model's shape.
         """
         shape = self.base.tensor_shape(name)
-        return (self.model.vocab_size, *shape[1:]) if name in TABLES else shape
+        return (self.model.vocab_size, *shape[1:]) if name in self._tables else shape
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]` of a tensor of the model with the extended vocabulary.
         The tensor is `name`, with the rows of new tokens.
         """
-        new = offset[0] + shape[0] - self._old if name in TABLES else 0
+        new = offset[0] + shape[0] - self._old if name in self._tables else 0
         if new <= 0:
             return self.base.read_tensor_slice(name, offset, shape)
         rows = self._mean(name)[offset[1] : offset[1] + shape[1]].expand(min(new, shape[0]), -1)

@@ -75,7 +75,7 @@ def check_shrinkable(model: ModelConfig) -> None:
         "factors of its MLP": model.mlp_multipliers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
         "values of another size than keys, scaled values or a softplus gate": model.has_asymmetric_attention,
-        "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
+        "sparse gates": model.ffn_sparsity, "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
     }  # fmt: skip
     for part, present in parts.items():
         if present:
@@ -187,7 +187,7 @@ class ShrunkSource(DerivedWeightSource):
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of the larger model's tensor."""
+        """Return the dtype of a tensor of the shrunk model, which is that of the larger model's tensor."""
         return self.base.tensor_dtype(self._source_indices(name)[0])
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:

@@ -165,8 +165,7 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def check_yaml_file_size(path: Path) -> None:
-    """Check that a YAML file, which another library loads with its own tags, is not too large to parse.
-    The limits are those in `BoundedYamlLoader`.
+    """Raise `ConfigError` for a YAML file beyond the limits of `BoundedYamlLoader`, before another library loads it.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.

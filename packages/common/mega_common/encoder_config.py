@@ -20,11 +20,10 @@ _REQUIRED_VALUES = {
 
 
 class EncoderDecoderConfig(StrictConfig):
-    """Split of a model into encoder and decoder.
-    It has the number of first layers that form the encoder, the decoder's first token, and the bias of the logits.
+    """Split of a model's layers into an encoder, the first layers, and a decoder that attends to its output.
 
-    The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
-    output by cross attention.
+    The encoder has bidirectional attention over a separate sequence; the decoder attends to its output by cross
+    attention.
     """
 
     num_layers: LayerCount = Field(description="number of the model's layers, from the first, that form the encoder")

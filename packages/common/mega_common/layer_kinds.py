@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
@@ -178,7 +178,7 @@ class Mamba1Config(StrictConfig):
 
 
 class HybridConfig(StrictConfig):
-    """Configuration of hybrid mixers, attention and Mamba-2 side by side in a layer, as in Falcon-H1 (arXiv:2507.22448).
+    """Configuration of hybrid mixers: attention and Mamba-2 side by side, as in Falcon-H1 (arXiv:2507.22448).
 
     Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`; these
     are factors on their inputs, outputs and projections.
@@ -212,6 +212,19 @@ class HyperConnectionConfig(StrictConfig):
     streams: int = Field(4, ge=2, le=64)
     iterations: int = Field(20, ge=1, le=1000, description="iterations of Sinkhorn-Knopp")
     eps: PositiveFloat = 1e-6
+
+
+class AltUpConfig(StrictConfig):
+    """Configuration of alternating updates (AltUp, arXiv:2301.13310) with residuals of low rank (LAuReL, arXiv:2411.07501).
+    The residual has several streams; each layer computes one, and predicts and corrects the others from it.
+    """
+
+    streams: int = Field(4, ge=2, le=64)
+    active: NonNegativeInt = Field(0, description="stream that layers compute")
+    coefficient_clip: PositiveFloat = Field(
+        120.0, description="bound of the absolute values of the coefficients' weights in training"
+    )
+    laurel_rank: PositiveInt = 64
 
 
 INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer
@@ -272,7 +285,7 @@ class MlaConfig(StrictConfig):
 
 
 class CompressedAttentionConfig(StrictConfig):
-    """Configuration of DeepSeek-V4's attention: layers `swa` with a sliding window alone, `csa` and `hca` with compressed entries.
+    """Configuration of DeepSeek-V4's attention: a sliding window (`swa`), or also compressed entries (`csa`, `hca`).
 
     `head_dim` of the model is the size of a head; all heads share one, which is key and value. `rope` rotates layers with entries,
     `local_rope` the others. An entry of `csa` is from `csa_rate` tokens and as many before, and an indexer selects the `top_k`

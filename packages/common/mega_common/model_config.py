@@ -7,7 +7,7 @@ back (`mega_ckpt.families`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -32,6 +32,7 @@ from mega_common.extension_block import (
 from mega_common.layer_kinds import (
     COMPRESSED_MIXERS,
     INDEXER,
+    AltUpConfig,
     CompressedAttentionConfig,
     FeedForwardKind,
     FullAttentionConfig,
@@ -114,7 +115,7 @@ class RopeConfig(StrictConfig):
 
 
 class MoeConfig(StrictConfig):
-    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block, in all layers or those in `layers`.
+    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block of all or some layers.
 
     The router's scores are fp32: a function of x W^T, such as a softmax over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
@@ -393,6 +394,15 @@ class ModelConfig(StrictConfig):
     hyper_connections: HyperConnectionConfig | None = Field(
         None, description="several residual streams that learned weights mix, as in DeepSeek-V4; default: one residual"
     )
+    altup: AltUpConfig | None = Field(
+        None,
+        description="several residual streams, of which a layer computes one, as in Gemma 3n; default: one residual",
+    )
+    ffn_sparsity: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        None,
+        description="by layer, the share of the MLP's gates that a cutoff makes zero before the activation, if gates are normally "
+        "distributed, as in Gemma 3n; 0: no cutoff",
+    )
     mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
     )
@@ -403,6 +413,10 @@ class ModelConfig(StrictConfig):
         None,
         description="width of an input of each layer, from an embedding table for all layers and a projection of the embedded "
         "tokens, which a gate in the layer multiplies, as in Gemma 4",
+    )
+    per_layer_vocab_size: PositiveInt | None = Field(
+        None,
+        description="rows of the embedding table of per_layer_input_size; tokens beyond them have row 0, as in Gemma 3n; default: vocab_size",
     )
     shared_kv_layers: NonNegativeInt = Field(
         0,
@@ -495,9 +509,10 @@ class ModelConfig(StrictConfig):
     @property
     def stream_width(self) -> int:
         """Width of the residual between pipeline stages.
-        It is the model's, or that of all streams of hyper-connections, or with the output of experts that the next layer adds.
+        It is the model's, or that of all streams of hyper-connections or AltUp, or with the output of experts that the next layer adds.
         """
-        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1 + self.has_shortcuts)
+        several = self.hyper_connections or self.altup
+        return self.hidden_size * (several.streams if several else 1 + self.has_shortcuts)
 
     @property
     def has_shortcuts(self) -> bool:
@@ -612,7 +627,8 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads, the norm position and the feed-forward width of this layer.
+        """Return the configuration with the attention heads, norm position and feed-forward width of one layer.
+
         That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
         """
         position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
@@ -650,7 +666,7 @@ class ModelConfig(StrictConfig):
         return kind is not None and not self.shared_norm and not separate
 
     def get_attention_window(self, layer: int) -> int | None:
-        """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
+        """Return the sliding attention window of a layer in keys, the query's own included; None: full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
     @property
@@ -746,7 +762,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
+        """Return the token mixer of the layer with this index (of MIXERS or an extension); None without one."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -779,12 +795,12 @@ class ModelConfig(StrictConfig):
 
     @property
     def last_stage_layers(self) -> int:
-        """Number of layers that must be on the last pipeline stage: those with shared keys and values, and their sources."""
+        """Number of layers that must be on the last pipeline stage: those with shared keys, and their sources."""
         return self.num_layers - min(self.key_value_sources, default=self.num_layers)
 
     @property
     def most_pipeline_stages(self) -> int:
-        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        """Largest number of pipeline stages with a layer each and, at both ends, the layers that must be there."""
         ends = self.first_stage_layers, self.last_stage_layers
         return max(1, self.num_layers - sum(max(0, end - 1) for end in ends))
 
@@ -828,8 +844,9 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _apply_reward_defaults(cls, raw: Any) -> Any:
-        """Disable tied embeddings and MTP layers of a model without an output layer, and the heads of an encoder that its
-        task does not use: a task head of ModernBERT keeps the dense layer, others of encoders have a pooler.
+        """Disable what a model with a score or task head does not have: tied embeddings, MTP layers and encoder heads.
+
+        A task head of ModernBERT keeps the dense layer; others of encoders have a pooler.
         """
         if not isinstance(raw, dict) or not (raw.get("score") or raw.get("task_head")):
             return raw

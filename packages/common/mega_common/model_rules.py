@@ -123,6 +123,30 @@ def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProble
         yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
 
 
+def _find_altup_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that a model with AltUp, or with sparse gates, does not have."""
+    if model.altup is not None:
+        names = ("hyper_connections", "mtp_layers", "encoder", "retro", "vision", "moe", "layers", "parallel_residual")
+        for name in (*names, "layer_scale", "norm_positions", "relative_bias"):
+            if getattr(model, name):
+                yield ConfigProblem(name, "is not supported with altup", hint=f"leave out {name}")
+        if model.norm_position != "both" or not model.per_layer_input_size or not model.first_norm or not model.causal:
+            rule = "requires norm_position: both, per_layer_input_size and causal attention"
+            yield ConfigProblem("altup", rule, hint="leave out altup")
+        if model.altup.active >= model.altup.streams:
+            yield ConfigProblem("altup.active", f"must be below streams = {model.altup.streams}", model.altup.active)
+    if model.ffn_sparsity is not None:
+        if len(model.ffn_sparsity) != model.num_layers:
+            rule = f"must have a value for each of num_layers = {model.num_layers} layers"
+            yield ConfigProblem("ffn_sparsity", rule, len(model.ffn_sparsity))
+        if not model.has_gated_mlp or model.moe or model.mlp_multipliers or model.output_input_norms:
+            rule = "requires a gated activation, and no moe, mlp_multipliers and output_input_norms"
+            yield ConfigProblem("ffn_sparsity", rule, hint="leave out ffn_sparsity")
+    if (rows := model.per_layer_vocab_size) and (not model.per_layer_input_size or rows >= model.vocab_size):
+        rule = f"requires per_layer_input_size, and must be below vocab_size = {model.vocab_size}"
+        yield ConfigProblem("per_layer_vocab_size", rule, rows, "leave out per_layer_vocab_size")
+
+
 def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of experts whose output is added after the next layer."""
     names = (
@@ -146,7 +170,7 @@ def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
+    """Yield settings that conflict with values of another size, a factor on values or a softplus gate."""
     names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
     for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro", "shared_kv_layers"):
         if getattr(model, name) or (model.full_attention and getattr(model.full_attention, name, False)):
@@ -247,6 +271,7 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
     yield from _find_hyper_connection_problems(model) if model.hyper_connections else ()
     yield from _find_shortcut_problems(model) if model.has_shortcuts else ()
+    yield from _find_altup_problems(model)
     alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
     if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
         rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"
@@ -388,7 +413,7 @@ def _find_hash_routing_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors, which experts do not have."""
+    """Yield violated rules of the limit of activations, and of the MLP's output bias and factors."""
     if model.activation_limit and model.activation not in ("swiglu", "clamped_swiglu"):
         rule = "requires activation: swiglu or clamped_swiglu"
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
@@ -409,7 +434,7 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     named = len(expand_layer_pattern(model.layers or []))
     if named not in (model.num_layers, model.num_layers + model.mtp_layers):
         mtp = f" (or {model.num_layers + model.mtp_layers} with the mtp_layers)" if model.mtp_layers else ""
-        hint = "leave out num_layers, which follows from layers" if not model.mtp_layers else ""
+        hint = f"num_layers: {named}" if not model.mtp_layers else ""
         rule = f"conflicts with layers, which names {named} layers instead of {model.num_layers}{mtp}"
         yield ConfigProblem("num_layers", rule, model.num_layers, hint)
         return
@@ -464,7 +489,7 @@ def _find_block_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_function_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield names of functions that no loaded extension has, settings of unused ones, and combinations without support."""
+    """Yield names of functions that no loaded extension has, settings of unused ones, and unsupported combinations."""
     used = set()
     for key in FUNCTION_FIELDS.values():
         name, known = getattr(model, key), FUNCTION_NAMES[key]

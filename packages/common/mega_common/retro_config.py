@@ -22,7 +22,6 @@ _REQUIRED_VALUES = {
 
 class RetroConfig(StrictConfig):
     """Configuration of retrieval (Retro, arXiv:2112.04426).
-    Chunks of text have retrieved neighbors, to which decoder layers attend.
 
     Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
     neighbors, and the decoder's tokens after a chunk attend to its output.
@@ -48,7 +47,7 @@ class RetroConfig(StrictConfig):
         return 2 * self.chunk_length
 
     def list_retrieval_layers(self, count: int) -> list[int]:
-        """Return the sorted indices of the layers, out of `count` decoder layers, that attend to retrieved neighbors."""
+        """Return the sorted indices of those of `count` decoder layers that attend to retrieved neighbors."""
         return list(range(5 if count <= 15 else 8, count, 3)) if self.layers is None else sorted(set(self.layers))
 
 

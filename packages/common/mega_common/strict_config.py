@@ -91,7 +91,6 @@ class StrictConfig(BaseModel):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
         """Validate a raw mapping and build the configuration of this class.
-        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.
@@ -103,7 +102,7 @@ class StrictConfig(BaseModel):
 
 
 def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
-    """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin of the configuration."""
+    """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin."""
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
@@ -265,7 +264,7 @@ def describe_pydantic_rule(message: str) -> str:
 
 
 def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | str]:
-    """Return the parts of a pydantic error location that exist in the document (pydantic adds names of union members)."""
+    """Return the parts of a pydantic error location that the document has (not names of union members)."""
     existing: list[int | str] = []
     for part in location:
         keys = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, Mapping) else ()

@@ -145,14 +145,14 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt.
-        It is `image` between the `begin` and `end` token texts, as the processors of Gemma 3 and Qwen write it.
+        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts.
+        The processors of Gemma 3 and Qwen write it so.
         """
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
     def has_variable_tokens(self) -> bool:
-        """True if images have different numbers of placeholder tokens: with tiles, at native resolution, with a module."""
+        """True if images differ in their number of placeholder tokens: tiles, native resolution or a module."""
         return self.pinpoints is not None or self.native is not None or self.module is not None
 
     @property

@@ -336,14 +336,15 @@ def test_heads_that_differ_by_layer_are_counted_as_they_multiply(heads: dict[str
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + scores)
 
 
-@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-experts"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-inputs", "gemma4-experts"])
 def test_inputs_of_layers_shared_keys_and_separate_experts_are_counted_as_they_multiply(name: str) -> None:
     config, tokens = variant(name), 16
     built, ids = select_model_class(config)(LayerBuilder(config)), torch.arange(tokens)[None]
-    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters()) + config.num_layers
+    scalars = config.num_layers * config.layer_scale
+    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters()) + scalars
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_forward_context(ids, sequence_bounds=DocumentBounds([tokens]))
-        built(built.embed_inputs(ids, ids), context)
+        built.head.norm(built(built.embed_inputs(ids, ids), context))
     exact = compute_forward_flops_per_token(config, tokens, causal=False)
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
 

@@ -45,6 +45,9 @@ LINEAR = {
     "lightning": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
 }
 INPUTS = {"per_layer_input_size": 64, "shared_kv_layers": 1, "layer_scale": True}
+ALTUP = {
+    "per_layer_input_size": 64, "norm_position": "both", "altup": {"laurel_rank": 16}, "ffn_sparsity": [0.9, 0.9, 0.0, 0.0],
+}  # fmt: skip
 BESIDE = {"norm_position": "both", "moe": {**EXPERTS, "shared_ffn_hidden_size": 256, "separate_norms": True}}
 SHORTCUT = {
     "layers": ["attention+moe", "attention+mlp"] * 2,
@@ -112,6 +115,8 @@ ONE = {
     ),
     "inputs of layers": layout(1, {}, model=INPUTS),
     "inputs of layers, full": layout(1, {}, model=INPUTS, recompute=FULL),
+    "several streams, one computed": layout(1, {}, model=ALTUP),
+    "several streams, one computed, full": layout(1, {}, model=ALTUP, recompute=FULL),
     "experts added later": layout(1, {}, model=SHORTCUT),
     "experts added later, full": layout(1, {}, model=SHORTCUT, recompute=FULL),
     "experts with norms": layout(1, {}, model=BESIDE),
@@ -160,6 +165,8 @@ SEVERAL = {
     "experts added later, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=SHORTCUT),
     "inputs of layers, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=INPUTS),
     "inputs of layers, tp": layout(2, {"tp": 2, "sp": True}, model=INPUTS),
+    "several streams, one computed, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=ALTUP),
+    "several streams, one computed, tp": layout(2, {"tp": 2, "sp": True}, model=ALTUP),
     "encoder-decoder, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=PAIR),
     "retrieval, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=RETRO),
     "retrieval, tp": layout(2, {"tp": 2, "sp": True}, model=RETRO),

@@ -48,6 +48,7 @@ from mega_ckpt.families.further_encoders import (
 )
 from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
+from mega_ckpt.families.gemma3n import GEMMA3N
 from mega_ckpt.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from mega_ckpt.families.glm_vision import GLM_VISION_FAMILIES
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
@@ -152,7 +153,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID, GEMMA4, GEMMA4_UNIFIED,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID, GEMMA3N, GEMMA4, GEMMA4_UNIFIED,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, DEEPSEEK_V4, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
@@ -245,8 +246,8 @@ def _check_sections(raw: ConfigDict, source: str) -> None:
 
 def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the first HuggingFace model family whose config.json can express `model`.
+
     The families of mega come first, then those that extensions `added`.
-    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.
@@ -260,6 +261,11 @@ def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily
     for family, problems in found:
         if not problems:
             return family
+    if blocks := [*model.mixers, *model.feed_forwards]:
+        raise CheckpointError(
+            f"no HuggingFace family has {', '.join(blocks)}, which an extension adds",
+            hint="keep the model in mega's own format (--to mega); mega generate, eval and serve read it with --extension",
+        )
     nearest = sorted(found, key=lambda each: len(each[1]))[:_NEAREST]
     reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in nearest)
     raise CheckpointError(

@@ -81,7 +81,8 @@ class LatentAttentionEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of multi-head latent attention (MLA).
-        They are the ranks and head dimensions of `ModelConfig`'s section `mla`, and `num_key_value_heads`.
+        They are the ranks and head dimensions of `ModelConfig`'s section `mla`, and `num_key_value_heads`. Raises
+        ConfigMismatchError without a section `mla`, or if it has settings that no key expresses.
         """
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
@@ -122,7 +123,7 @@ class ExpertGroupsEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MoeConfig` fields of group-limited expert routing from config.json.
         They are `groups`, `top_groups` and `group_score`. There is one group if `topk_method` is the method without
-        groups.
+        groups. Raises ConfigMismatchError for another `topk_method`.
         """
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
@@ -134,7 +135,9 @@ class ExpertGroupsEntry:
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`."""
+        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`.
+        Raises ConfigMismatchError for another `group_score` than the family's.
+        """
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")

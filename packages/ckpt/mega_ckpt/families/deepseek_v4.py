@@ -45,7 +45,7 @@ _STREAMS = {"hc_mult": ("streams", 4), "hc_sinkhorn_iters": ("iterations", 20), 
 
 @dataclass(frozen=True)
 class CompressedAttentionEntry:
-    """Translation to and from config.json of the kind of each layer and the sizes of attention, sections `layers` and `compressed`."""
+    """Translation to and from config.json of layer kinds and attention sizes (sections `layers`, `compressed`)."""
 
     handled_config_keys: frozenset[str] = frozenset({
         "layer_types", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", *_SIZES, *_INDEXER,
@@ -64,7 +64,9 @@ class CompressedAttentionEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of attention and of the kind of each layer."""
+        """Return the config.json keys of attention and of the kind of each layer.
+        Raises ConfigMismatchError for other layers, and for settings that no key expresses.
+        """
         section, names = model.compressed, {kind: name for name, kind in _KINDS.items()}
         if section is None:
             raise ConfigMismatchError("compressed is missing (all models of this family have compressed attention)")
@@ -113,7 +115,7 @@ class HyperConnectionsEntry:
         return {"hyper_connections": {field: raw.get(key, default) for key, (field, default) in _STREAMS.items()}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of hyper-connections."""
+        """Return the config.json keys of hyper-connections; ConfigMismatchError for a model without them."""
         if model.hyper_connections is None:
             raise ConfigMismatchError("hyper_connections is missing (all models of this family have several streams)")
         return {key: getattr(model.hyper_connections, field) for key, (field, _) in _STREAMS.items()}
@@ -144,7 +146,9 @@ class HashTableEntry:
     handled_model_fields: frozenset[str] = frozenset({"hash_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `hash_layers` from config.json, by default the first three layers."""
+        """Return the `MoeConfig` field `hash_layers` from config.json, by default the first three layers.
+        Raises ConfigMismatchError if `mlp_layer_types` is not a list of hash_moe and moe for all layers.
+        """
         layers, kinds = layer_indices(raw), raw.get("mlp_layer_types")
         if kinds is None:
             count = raw.get("num_hash_layers", 3)
@@ -162,7 +166,9 @@ class HashTableEntry:
 
 @dataclass(frozen=True)
 class CompressedRopeEntry:
-    """Translation to and from config.json of two sets of rotary parameters: of layers with compressed entries, and of those without."""
+    """Translation to and from config.json of two sets of rotary parameters.
+    One is of layers with compressed entries, the other of those without.
+    """
 
     rope: RopeEntry
     local: RopeEntry

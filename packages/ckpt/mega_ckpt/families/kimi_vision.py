@@ -108,7 +108,7 @@ class KimiVisionFamily(VisionModuleFamily):
         return super().read_config_json(raw, source)
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that are not read: those that are neither transformers' nor the published model's."""
+        """Return the keys of a config.json that are neither transformers' nor the published model's."""
         read = {f"vision_config.{key}" for key in (*_KEYS, *_OUTER_KEYS, *_FIXED, "text_hidden_size")}
         return [key for key in super().unread_keys(raw) if key not in read | {"media_placeholder_token_id"}]
 

@@ -160,7 +160,7 @@ class OptionalVisionFamily(VisionModuleFamily):
     """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the model has a vision encoder."""
+        """Return whether config.json has a vision encoder; without one it is read as that of a text model."""
         return raw.get("vision_config") is not None
 
 
@@ -172,7 +172,8 @@ class Gemma4VisionFamily(OptionalVisionFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token.
+        Placeholders have the per-layer inputs of the padding token. Raises CheckpointError if `pad_token_id` is
+        missing.
         """
         model, text = super().read_config_json(raw, source), self.text_config_of(raw)
         padding = text.get("pad_token_id")

@@ -153,12 +153,7 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
 
 
 def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
-    """Check that the LoRA factors A and B in a PEFT file are matrices.
-    Raises CheckpointError for one that is flattened or empty.
-
-    Raises:
-        CheckpointError: naming one that is flattened or empty.
-    """
+    """Raise CheckpointError if a LoRA factor A or B in a PEFT file is flattened or empty instead of a matrix."""
     for key, shape in shapes.items():
         if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
             raise CheckpointError(

@@ -65,7 +65,7 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     def check_syntax(self, source: str) -> None:
-        """Check that the templates are valid Jinja, by rendering a conversation without messages.
+        """Raise DataError if a template is empty, is not valid Jinja, or exceeds the time or memory limit.
 
         Raises:
             DataError: naming the `source` of the templates.
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     @property
     def renders_tools(self) -> bool:
-        """True if the chat template renders tool definitions."""
+        """True if there is a separate template for tools, or the default one uses the variable `tools`."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
     @property
@@ -153,7 +153,7 @@ class ChatTemplate:
         ]
 
     def get_template_config(self) -> dict[str, str]:
-        """Return the default template and the special tokens, under their keys in tokenizer_config.json."""
+        """Return the default template and its variables (special tokens, options) by key of tokenizer_config.json."""
         return {
             **{name: str(token) for name, token in self._variables.items()},
             "chat_template": self._templates["default"],
@@ -167,7 +167,6 @@ class ChatTemplate:
         continue_final_message: bool | None = None,
     ) -> str:
         """Return the text of a conversation up to the start of the next answer.
-        With `continue_final_message`, the text ends inside the last message.
 
         Args:
             conversation: the conversation; its weights are not used.

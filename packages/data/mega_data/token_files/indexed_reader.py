@@ -203,7 +203,7 @@ class IndexedReader:
         return int(pointer) // self.dtype.itemsize
 
     def open_companion(self, prefix: Path) -> IndexedReader:
-        """Open token files with a value for each token of these, such as the loss mask, once."""
+        """Return a reader of token files with a value for each token of these, such as the loss mask; opened once."""
         if prefix not in self._companions:
             self._companions[prefix] = IndexedReader(prefix)
         return self._companions[prefix]
@@ -373,11 +373,12 @@ RESERVED_FILES = 512  # for the rest of the process: libraries, sockets, logs
 
 
 def raise_open_files_limit(count: int) -> int:
-    """Raise this process's limit of open files so that it can open `count` more.
-    It is raised as far as the system allows without extra rights. Returns the number that the process may open.
+    """Raise this process's limit of open files so that it can open `count` more, and return how many it can open.
+
+    It is raised as far as the system allows without extra rights.
 
     Returns:
-        Number of files that it may open, at least 16.
+        `count`, or fewer if the system allows fewer, at least 16.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = count + RESERVED_FILES

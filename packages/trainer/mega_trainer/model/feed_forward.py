@@ -6,8 +6,9 @@ Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-paral
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.tensor_parallel import SplitHeads
+from mega_trainer.parallel.tensor_parallel import SplitHeads, sum_input_gradient, sum_partial_results
 
 XIELU_BETA = 0.5  # slope at zero
 # Inverse softplus of the initial slopes 0.8, the negative one without the slope at zero.
@@ -26,10 +27,8 @@ XIELU_START = {"p": math.log(math.expm1(0.8)), "n": math.log(math.expm1(0.8 - XI
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
     """Apply the model's feed-forward activation to hidden values, which halves their width if it is gated.
-    A gated activation maps [.., 2F] (gate, then up) to [.., F], others map [.., F] to [.., F]; `weights` multiply each
-    row.
-
-    Rows are multiplied by `weights` [..], if given.
+    A gated activation maps [.., 2F] (gate, then up) to [.., F], others map [.., F] to [.., F]. Each row is multiplied
+    by its `weights` [..], if given.
     """
     if config.has_gated_mlp:
         return kernels.gated_activation(x, config.activation, config.activation_limit, weights)
@@ -110,6 +109,39 @@ class FeedForward(nn.Module):
         used, for LoRA adapters.
         """
         dropout = None if context is None else context.dropout
-        h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout), *self.slopes)
+        up = self.up(x, dropout)
+        h = self.saved.recompute_output("activation", self.activate, up, *self.activation_inputs(up))
         y: Tensor = self.down(h if self.norm is None else self.norm(h.unsqueeze(-2)).squeeze(-2), dropout)
         return y
+
+    def activation_inputs(self, up: Tensor) -> Sequence[Tensor]:
+        """Return the inputs of the activation in addition to the hidden values `up`."""
+        return list(self.slopes)
+
+
+class SparseFeedForward(FeedForward):
+    """Gated MLP whose gate g becomes relu(g - c), with c = mean(g) + z std(g) over the width F of each token.
+
+    For normally distributed gates, z makes `sparsity` of them zero (Gemma 3n). Statistics are in at least fp32, over the F
+    gates on all tensor ranks.
+    """
+
+    def __init__(self, build: LayerBuilder, name: str, width: int, sparsity: float) -> None:
+        super().__init__(build, name, width)
+        self.deviations, self.tp = NormalDist().inv_cdf(sparsity), build.groups.tp
+        self.activate = partial(_activate_above_cutoff, self.activate)
+
+    def activation_inputs(self, up: Tensor) -> Sequence[Tensor]:
+        """Return the cutoff [B, S, 1] of each token's gates, the first half of `up` [B, S, 2 F/T]."""
+        gate, wide = up.chunk(2, -1)[0], torch.promote_types(up.dtype, torch.float32)
+        mean = gate.mean(-1, keepdim=True, dtype=wide)
+        square = torch.linalg.vector_norm(gate, dim=-1, keepdim=True, dtype=wide).square() / gate.shape[-1]
+        moments = sum_partial_results(torch.cat([mean, square], -1) / self.tp.size, self.tp, sp=False)
+        mean, square = sum_input_gradient(moments, self.tp).chunk(2, -1)
+        variance = (square - mean.square()).clamp(min=torch.finfo(wide).tiny)  # without a gradient if all are equal
+        return [(mean + self.deviations * variance.sqrt()).to(up.dtype)]
+
+
+def _activate_above_cutoff(activate: Callable[..., Tensor], gate_up: Tensor, cutoff: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activate(torch.cat([F.relu(gate - cutoff), up], -1))

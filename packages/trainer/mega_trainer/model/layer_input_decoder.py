@@ -2,11 +2,11 @@
 
 All inputs are computed in the first stage. Between stages the stream is
 
-    [hidden states | inputs of all layers]        [B, S, D + L P]
+    [hidden states | inputs of all layers]        [B, S, D + L P], with AltUp [B, S, n D + L P]
 
 so no parameter is on two stages, and gradients of the inputs return like those of activations.
 
-Legend: B batch, S sequence, D model width, P width of an input, L layers, T tensor-parallel ranks.
+Legend: B batch, S sequence, D model width, n residual streams, P width of an input, L layers, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.model.activation_checkpointing import ActivationOffloadPool, RecomputePolicy
+from mega_trainer.model.alternating_updates import StreamExpansion
 from mega_trainer.model.auxiliary_models import DistillationTeacher, TaskOutputDecoder
 from mega_trainer.model.decoder import Decoder, PipelineStageLayers
 from mega_trainer.model.forward_context import ForwardContext
@@ -28,7 +29,7 @@ from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 
 class LayerInputDecoder(Decoder):
-    """Decoder whose layers have inputs of their own or share keys and values, or the layers of it in one pipeline stage."""
+    """Decoder, or a pipeline stage of one, whose layers have inputs of their own or share keys and values."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class LayerInputDecoder(Decoder):
         self.input_size = self.config.per_layer_input_size or 0
         embeds = self.stage.embeds and self.input_size
         self.layer_embedding = PerLayerEmbedding(build, self.input_size) if embeds else None
+        self.streams = StreamExpansion(build) if embeds and self.config.altup else None
 
     def list_parameter_units(self) -> list[ForwardGatherUnit]:
         """Return the model's modules in forward order, with their parameters; see `Decoder.list_parameter_units`."""
         first, *others = super().list_parameter_units()
         if self.layer_embedding is not None:
-            first = ForwardGatherUnit(first.module, [*first.parameters, *self.layer_embedding.parameters()])
+            more = [] if self.streams is None else list(self.streams.parameters())
+            first = ForwardGatherUnit(first.module, [*first.parameters, *self.layer_embedding.parameters(), *more])
         return [first, *others]
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -55,14 +58,16 @@ class LayerInputDecoder(Decoder):
         return rows, length, width + self.config.num_layers * self.input_size
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens and the inputs of all layers, [B, S or S/T, D + L P]; see `Decoder.embed_inputs`."""
+        """Return the embedded tokens, followed by the inputs of all layers: [B, S or S/T, D + L P].
+        See `Decoder.embed_inputs`.
+        """
         x = super().embed_inputs(tokens, positions, *more, **named)
         if self.layer_embedding is None:
             return x
         vision = self.config.vision
         if vision is not None and vision.layer_input_token is not None:
             tokens = tokens.masked_fill(tokens == vision.image_token, vision.layer_input_token)
-        return torch.cat([x, self.layer_embedding(tokens, x)], -1)
+        return torch.cat([x if self.streams is None else self.streams(x), self.layer_embedding(tokens, x)], -1)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Pass hidden states, followed by the inputs of all layers, through this stage's layers.
@@ -71,7 +76,7 @@ class LayerInputDecoder(Decoder):
         own = replace(context, key_values={})  # of this forward alone: a step keeps the contexts of its micro-batches
         if not self.input_size:
             return super().forward(x, own)
-        x, inputs = torch.tensor_split(x, [self.config.hidden_size], -1)
+        x, inputs = torch.tensor_split(x, [self.config.stream_width], -1)
         own = replace(own, layer_inputs=torch.unflatten(inputs, -1, (-1, self.input_size)).unbind(-2))
         y = super().forward(x.contiguous(), own)
         return y if self.stage.heads else torch.cat([y, inputs], -1)

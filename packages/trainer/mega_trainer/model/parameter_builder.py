@@ -141,10 +141,10 @@ class ParameterBuilder:
         std: float | None = None,
         partial_grad: bool = False,
     ) -> nn.Parameter:
-        """Build a parameter of `shape` that every tensor rank holds whole.
+        """Build a parameter that every tensor rank holds whole, with its gradient summed over them if it is partial.
 
-        Its gradient is summed over them if each rank has only a part of it: from its part of the sequence (sequence
-        parallelism) or, with `partial_grad`, from its heads or tokens.
+        It is partial if it comes from a rank's part of the sequence (sequence parallelism) or, with `partial_grad`, from
+        its heads or tokens.
         """
         tp = self.groups.tp
         sync: tuple[CommGroup, ...] = (tp,) if self.sp or partial_grad else ()
@@ -152,16 +152,16 @@ class ParameterBuilder:
         return self.build_parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def build_vocab_parameter(
-        self, name: str, width: int | None = None, *, shared: Sequence[CommGroup] = ()
+        self, name: str, width: int | None = None, *, rows: int | None = None, shared: Sequence[CommGroup] = ()
     ) -> nn.Parameter:
-        """Build a [vocabulary, D or `width`] parameter split by rows over tensor ranks.
+        """Build a [vocabulary or `rows`, D or `width`] parameter split by rows over tensor ranks.
         The `shared` groups hold copies of it (a tied embedding on two stages).
         """
         # not in place if used twice per micro-batch, or if a split backward computes it before the weight half
         config = self.config
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
-            name, config.vocab_size, width or config.embedding_width, group=self.groups.tp, data=self.groups.dp_cp,
+            name, rows or config.vocab_size, width or config.embedding_width, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.parameter_dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip
@@ -184,9 +184,8 @@ class ParameterBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks.
-        `pieces` locate it in canonical tensors, and the other arguments set initial values and further groups to sum
-        over.
+        """Build a parameter located by `pieces`, whose gradient is summed over all data and context ranks.
+        The other arguments set initial values and further groups to sum over.
         """
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

@@ -28,7 +28,8 @@ class PerLayerEmbedding(nn.Module):
         super().__init__()
         config, self.size = build.config, size
         joined = config.num_layers * size
-        self.table = build.build_token_embedding(build.build_vocab_parameter(LAYER_EMBEDDING, joined))
+        self.rows = config.per_layer_vocab_size
+        self.table = build.build_token_embedding(build.build_vocab_parameter(LAYER_EMBEDDING, joined, rows=self.rows))
         name, shape = "model.per_layer_model_projection.weight", (joined, config.hidden_size)
         self.linear, self.weight = build.unsharded_linear, build.build_replicated(name, shape, std=config.init_std)
         self.norm = build.build_residual_norm("model.per_layer_projection_norm", size)
@@ -37,6 +38,7 @@ class PerLayerEmbedding(nn.Module):
         """Return the inputs [B, S or S/T, L P] of all layers for token ids int64 [B, S] embedded as x [B, S or S/T, D].
         S/T is the length under sequence parallelism.
         """
+        tokens = tokens if self.rows is None else tokens.where(tokens < self.rows, 0)
         # factors in the dtype of the embeddings, as in training
         found: Tensor = self.table(tokens) * torch.tensor(math.sqrt(self.size), dtype=x.dtype)
         projected = self.linear(x, self.weight) * x.shape[-1] ** -0.5
@@ -45,7 +47,7 @@ class PerLayerEmbedding(nn.Module):
 
 
 class LayerInputGate(nn.Module):
-    """Gated addition of a layer's input to the stream, norm(W_out (act(W_in x) p)); whole on every tensor rank."""
+    """Addend norm(W_out (act(W_in x) p)) of the stream from a layer's input p; whole on every tensor rank."""
 
     def __init__(self, build: LayerBuilder, layer: int, size: int) -> None:
         super().__init__()
@@ -58,9 +60,9 @@ class LayerInputGate(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.post_per_layer_input_norm")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the stream [B, S or S/T, D] with this layer's input added."""
+        """Return the addend of the stream [B, S or S/T, D] from this layer's input, gated by x of that shape."""
         assert context.layer_inputs is not None
         gated = torch.cat([self.linear(x, self.gate), context.layer_inputs[self.layer]], -1)
         h = self.saved.recompute_output("activation", self.activate, gated)
         y: Tensor = self.norm(self.linear(h, self.out))
-        return x + y
+        return y

@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from mega_ckpt.canonical_tensors import EXPERT_TABLE, TensorShapes, canonical_tensors
@@ -23,6 +24,7 @@ from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
     active_ffn_elements,
     active_ffn_width,
+    altup_flops,
     compute_mixer_core_flops,
     hyper_connection_flops,
     layer_input_shapes,
@@ -81,7 +83,7 @@ class ParameterCounts:
     top_k: float = 0
     num_experts: int = 1
 
-    @property
+    @cached_property
     def routed_experts(self) -> int:
         """Number of parameters of all routed experts of the model."""
         return sum(layer.experts for layer in self.layers)
@@ -94,9 +96,7 @@ class ParameterCounts:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters used for one token.
-        It excludes the routed experts that the token is not sent to, and the vision encoder.
-        """
+        """Number of parameters used for one token: without its unchosen routed experts and the vision encoder."""
         return self.total - self.vision - int(self.routed_experts * (self.num_experts - self.top_k) / self.num_experts)
 
 
@@ -113,14 +113,13 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
         if within:
             layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
         else:
-            ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
+            module = re.sub(r"\.\d+\.", ".", name).split(".")[-2]
+            ends["vision" if name.startswith((TOWER, PROJECTOR)) else module] += math.prod(shape)
     tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"] + ends["relative_bias"]
     return ParameterCounts(
         embedding=sum(ends[name] for name in _INPUTS) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
-        final_norm=sum(
-            ends[name] for name in ("norm", "embed_norm", "encoder_norm", "per_layer_projection_norm", "hc_head")
-        ),
+        final_norm=sum(ends[name] for name in _FINAL_NORMS),
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.mean_active_experts if model.moe else 0,
@@ -130,7 +129,16 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
 
 _INPUTS = (
     "embed_tokens", "embed_positions", "embed_types", "embed_proj", "embed_tokens_per_layer", "per_layer_model_projection",
+    "altup_projections",
 )  # fmt: skip
+_FINAL_NORMS = (
+    "norm",
+    "embed_norm",
+    "encoder_norm",
+    "per_layer_projection_norm",
+    "hc_head",
+    "altup_unembed_projections",
+)
 
 
 def _parameter_group(name: str) -> str:
@@ -140,7 +148,7 @@ def _parameter_group(name: str) -> str:
     return (
         "whole"
         if re.search(
-            r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_"
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|(?<!o)_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_|^altup\.|^laurel\."
             r"|^self_attn\.(kv_proj|compressor|indexer\.(kv|wk|gate|position|weights))",
             name,
         )
@@ -174,6 +182,7 @@ def compute_forward_flops_per_token(
     return {
         **parts,
         **hyper_connection_flops(model),
+        **altup_flops(model),
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * narrow * (model.vocab_size * (1 + model.mtp_layers) + width * dense),
     }
@@ -208,10 +217,9 @@ def compute_encoder_decoder_layer_flops(
 
 def compute_retro_layer_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token of a layer with retrieved neighbors (RETRO), by part.
-    The layer number `layer` attends to the neighbors.
 
-    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
-    decoder a query attends to all neighbors of its chunk.
+    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and
+    in the decoder a query attends to all neighbors of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None
@@ -285,18 +293,14 @@ def _count_equal_layers(model: ModelConfig) -> dict[int, int]:
 def compute_model_flops_per_token(
     model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
 ) -> float:
-    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them.
-    They are three times the forward, without recomputation.
-    """
+    """Return the FLOPs per token that model FLOPs utilisation counts: three times the forward, no recomputation."""
     return 3 * sum(compute_forward_flops_per_token(model, seq_length, causal=causal, target=target).values())
 
 
 def compute_hardware_flops_per_token(
     model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True
 ) -> float:
-    """Return the FLOPs of forward and backward per token, including recomputed GEMMs.
-    They are `compute_model_flops_per_token` plus nothing for `recompute` = `selective`, the forward of all layers for `full`.
-    """
+    """Return the FLOPs per token: three times the forward, and the layers' forward once more for `recompute` = `full`."""
     forward = compute_forward_flops_per_token(model, seq_length, causal=causal)
     recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
     return 3 * sum(forward.values()) + recomputed
@@ -323,10 +327,10 @@ def compute_palm_flops_per_token(model: ModelConfig, seq_length: int, target: in
 def compute_flops_by_convention(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
-    """Return the FLOPs per token, forward and backward, by the convention of published throughput figures.
-    See `CONVENTIONS`.
+    """Return the FLOPs per token, forward and backward, by a convention of published throughput figures.
 
-    The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
+    `CONVENTIONS` describes them. They were identified by published pairs of FLOP/s and tokens per second
+    (benchmarks/plan_flops.py).
     """
     if model.has_encoder:
         return compute_model_flops_per_token(model, seq_length, causal=convention == "exact", target=target)

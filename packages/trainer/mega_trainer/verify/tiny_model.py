@@ -127,6 +127,16 @@ class TinyModelRun:
         return {**fields, "rank": min(lora.rank, 4)}
 
 
+def list_chunked_mixers(config: RunConfig) -> list[str]:
+    """Return the names of the recurrent mixers of extensions with an option `chunk_size`: tokens computed at once."""
+    entries = config.registry.entries("mixers")
+    return [
+        name
+        for name, block in config.model.mixers.items()
+        if block.declares and block.declares.recurrent and "chunk_size" in entries[name].options.model_fields
+    ]
+
+
 def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
     if config.model.score:
@@ -139,11 +149,11 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
         yield f"The rounding of {config.precision} is left out: layouts are compared in fp64, precisions in bf16."
-    recurrent = [name for name, block in config.model.mixers.items() if block.declares and block.declares.recurrent]
-    if recurrent:
+    recurrent = {name for name, block in config.model.mixers.items() if block.declares and block.declares.recurrent}
+    if unchunked := sorted(recurrent - set(list_chunked_mixers(config))):
         yield (
-            f"Recurrent mixers of extensions ({', '.join(recurrent)}) are compared with single tokens in generation, not in "
-            "gradients, as the option with their chunk size is not declared."
+            f"Gradients of the recurrent mixers {', '.join(unchunked)} are not compared token by token: they have no option "
+            "chunk_size; generation compares their outputs."
         )
     if config.parallel.dispatch != "alltoall":
         yield f"Experts are dispatched by all-to-all, as {config.parallel.dispatch} requires GPUs."
@@ -170,7 +180,8 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
         where = (
             (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
         )
-        found.setdefault((kind, where, model.shares_keys(layer), model.is_hash_layer(layer)), layer)
+        sparsity = model.ffn_sparsity and model.ffn_sparsity[layer]
+        found.setdefault((kind, where, model.shares_keys(layer), model.is_hash_layer(layer), sparsity), layer)
     return list(found.values())
 
 
@@ -184,6 +195,8 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.per_layer_input_size:
         fields["per_layer_input_size"] = 6
+    if model.per_layer_vocab_size:
+        fields["per_layer_vocab_size"] = VOCABULARY - 5
     if model.shared_kv_ffn_hidden_size:
         fields["shared_kv_ffn_hidden_size"] = 2 * fields["ffn_hidden_size"]
     if model.no_rope_scaling is not None:
@@ -220,6 +233,8 @@ def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -
     for key in ("full_attention_layers", "no_rope_layers"):
         if key in fields and fields[key] is not None:
             found[key] = [layer for layer, source in enumerate(chosen) if source in fields[key]]
+    if model.ffn_sparsity:
+        found["ffn_sparsity"] = [model.ffn_sparsity[source] for source in chosen]
     found["_hash_layers"] = [layer for layer, source in enumerate(chosen[:layers]) if model.is_hash_layer(source)]
     found["_moe_layers"] = [layer for layer, source in enumerate(chosen) if model.is_moe_layer(source)]
     if model.encoder is not None:
@@ -338,6 +353,8 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if model.position == "relative":
         found["relative"] = {"buckets": 8, "max_distance": 12}
+    if model.altup is not None:
+        found["altup"] = {"laurel_rank": 3}
     if (mamba := model.mamba) is not None:
         heads = shrink_count(mamba.num_heads)
         found["mamba"] = {
