@@ -138,7 +138,8 @@ def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     for problem in problems:
         earlier = by_path.get(problem.path)
         rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
-        by_path[problem.path] = replace(problem, rule=", or ".join(rules))
+        hint = earlier.hint if earlier and problem.rule == "must be a list" else problem.hint
+        by_path[problem.path] = replace(problem, rule=", or ".join(rules), hint=hint)
     deeper = [path for path in by_path if "." in path]
     return [
         problem  # not that a value is no text, if it is a list with a problem inside

@@ -238,7 +238,7 @@ def _find_tokenizer_file(path: Path) -> Path:
         other = [name for name in names if (path / name).exists()]
         raise DataError(
             f"{path}: tokenizer.json is missing in this folder" + (f", which has {', '.join(other)}" if other else ""),
-            hint=f"convert it: mega data convert-tokenizer {path / other[0]}"
+            hint=f"convert it: mega data convert-tokenizer {path / other[0]} --input TEXTS --output FOLDER"
             if other and other[0].endswith(".model")
             else "download tokenizer.json of the model, or let transformers write it: "
             f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
