@@ -6,6 +6,7 @@ starts fast.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
@@ -47,6 +48,14 @@ from mega_common.progress_logging import configure_logging, logger
 INTERRUPTED = 130
 
 
+# Options of other programs, and the options of mega's commands of that meaning.
+_OPTION_SYNONYMS = {
+    "--gpus": {"--ranks", "--nproc"},
+    "--do-sample": {"--temperature"},
+    "--max-tokens": {"--max-new-tokens"},
+}
+
+
 class CommandTree(TyperGroup):
     """Typer command group `mega`, which words errors about values of options like errors about settings of run.yaml."""
 
@@ -63,6 +72,21 @@ class CommandTree(TyperGroup):
 
             error.message = describe_pydantic_rule(error.message)
             raise
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # of click, which Typer contains from 0.26 on
+                _explain_unknown_option(error)
+            raise
+
+
+def _explain_unknown_option(error: Any) -> None:
+    """Add what the user may have meant to click's error for an unknown option."""
+    error.possibilities = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
+    options = {option for each in error.ctx.command.params for option in each.opts} if error.ctx else set()
+    if "--set" in options and not error.possibilities:
+        resumes = error.option_name == "--resume"
+        error.message += "; the same command resumes a run" if resumes else "; settings are given as --set KEY=VALUE"
+    if meant := _OPTION_SYNONYMS.get(error.option_name, set()) & options:
+        error.possibilities = sorted(meant)
 
 
 def build_typer_app() -> typer.Typer:

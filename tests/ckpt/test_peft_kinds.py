@@ -384,7 +384,7 @@ def test_a_pickled_file_a_wider_vocabulary_and_a_part_of_a_model(bases: Mapping[
     ("lora_alpha", "many", "lora_alpha = 'many': must be a number"),
     ("lora_alpha", float("nan"), "lora_alpha = nan: must be a finite number"),
     ("alpha_pattern", ["q_proj"], "alpha_pattern = .*: must be a section"),
-    ("alpha_pattern", {"(": 2}, r"alpha_pattern: the key '\(' is no regular expression"),
+    ("alpha_pattern", {"(": 2}, r"alpha_pattern: the key '\(' is not a regular expression"),
     ("lora_dropout", 1, "lora_dropout = 1: must be less than 1"),
     ("lora_dropout", {}, "lora_dropout: must be a number"),
     ("target_parameters", True, "target_parameters = true: must be a list"),

@@ -79,7 +79,7 @@ CASES: list[tuple[str, str, str, str]] = [
     ),
     (f"{PREPROCESS} --kind labels", "text.jsonl:1: no 'label'", "the keys are text", "--map label=COLUMN"),
     ("data inspect run.yaml", "run.yaml.idx", "a file of settings", "the prefix of a data set"),
-    ("data inspect d/nope", "d/nope.idx", "no such file", "data sets in d: c"),
+    ("data inspect d/nope", "d/nope.idx", "no such file", "data sets in d: "),
     ("ckpt inspect nope", "nope", "no such folder", "give a folder"),
     ("ckpt diff hf hf", "hf", "not a mega checkpoint", "mega ckpt convert hf OUTPUT --to mega"),
     ("ckpt prune folder out/p", "folder", "manifest.json is missing", "give a folder"),
@@ -210,6 +210,21 @@ CASES: list[tuple[str, str, str, str]] = [
     ("launch slurm hf --nodes 1", "hf", "without the runs of a sweep", "give a run.yaml"),
     ("ckpt inspect lfs.gguf", "lfs.gguf", "a Git LFS pointer", "git lfs pull"),
     ("ckpt inspect lfs-torch", "lfs-torch/pytorch_model.bin", "a Git LFS pointer", "git lfs pull"),
+    (f"{TRAIN} train.max_steps=5", "train.max_steps", "unknown key", "did you mean 'steps'?"),
+    (f"{TRAIN} objective.loss_type=x", "objective.loss_type", "unknown key", "did you mean 'kind'?"),
+    (f"{TRAIN} model.presett=tiny", "model.presett", "unknown key", "did you mean 'preset'?"),
+    (f"{TRAIN} precision=fp4", "precision = 'fp4'", "must be", "'bf16'"),
+    (f"{TRAIN} optimizer.betas=0.9", "optimizer.betas = 0.9", "must be a list", "set optimizer.betas=[0.9, 0.95]"),
+    (f"{TRAIN} 'model.moe={{top_k:4}}'", "unknown key", "", "a space after the colon: top_k: 4"),
+    (f"{TRAIN} init_from=d", "init_from = 'd'", "must be a model", "token files (c.idx), not a model"),
+    (f"{TRAIN} data.train=nope.jsonl", "data.tokenizer", "nope.jsonl does not exist", "correct the path"),
+    ("train hf", "hf", "is a folder", "model.from"),
+    ("train run.yaml --resume", "--resume", "", "the same command resumes"),
+    ("train run.yaml --lr 3", "--lr", "", "--set KEY=VALUE"),
+    ("plan run.yaml --gpus 8", "--gpus", "", "--ranks"),
+    ("generate hf --prompt x --do-sample", "--do-sample", "", "--temperature"),
+    ("data inspect d/cc", "d/cc.idx", "no such file", "data sets in d: c"),
+    ("data preprocess -i text.jsonl --tokenizer gpt2tok --output out/x", "gpt2tok", "merges.txt", "save_pretrained"),
     (f"{CHAT} -i roles.jsonl", "roles.jsonl:1", "the roles are 'user', 'bot'", "give answers the role assistant"),
     (f"{CHAT} -i sharegpt.jsonl", "conversations[1].from", "'bot'", "gpt for the model's answers"),
     (f"{CHAT} -i norole.jsonl", "messages[0] has no 'role'", "its keys are user", '{"role": "user", "content": TEXT}'),
@@ -234,7 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(base / "d" / "c", np.uint16) as writer:
         for _ in range(20):
             writer.add_document(np.arange(50))
-    for name in ("folder", "lfs", "xlnet"):
+    for name in ("folder", "lfs", "xlnet", "gpt2tok"):
         (base / name).mkdir()
     for name in ("lfs-weights", "lfs-torch"):
         shutil.copytree(base / "hf", base / name)
@@ -263,6 +278,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rewards.py": "def score(prompt, answer, record): return 1.0\n",
         "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
         "lfs.gguf": LFS,
+        "gpt2tok/vocab.json": "{}",
+        "gpt2tok/merges.txt": "",
         "lfs-torch/pytorch_model.bin": LFS,
         "t.jinja": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}",

@@ -118,10 +118,7 @@ def test_what_follows_from_what_is_given() -> None:
         ),
         ({"mtp_layers": 1, "position": "learned"}, "mtp_layers = 1: is not supported with position: learned"),
         ({"mtp_layers": 1, "full_attention_layers": [3]}, "full_attention_layers = 3: must be layer numbers up to 2"),
-        (
-            {"layers": ["attention+mlp", "mlp+mamba"]},
-            "'mlp+mamba' is not a layer kind; use a mixer (attention,",
-        ),
+        ({"layers": ["attention+mlp", "mlp+mamba"]}, "'mlp+mamba' is not a layer kind; use a mixer (attention,"),
         ({"layers": "*X"}, "layers = '*X': 'X' is not a layer kind; use one of the letters M (m"),
         ({"layers": []}, "layers = []: must name at least one layer: a mixer"),
         (

@@ -97,7 +97,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer.json is missing in this folder"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match=r"has only tokenizer.model"):
+    with pytest.raises(DataError, match=r"which has tokenizer.model"):
         Tokenizer(tmp_path)
     panicking = {
         "version": "1.0",

@@ -21,6 +21,7 @@ from mega_ckpt.shard_files import HashingFileWriter
 from mega_common.atomic_files import describe_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
+from mega_common.progress_logging import logger
 
 _COMMITTED = re.compile(r"step-(\d{8,18})")
 _REPLACED = re.compile(r"\.step-(\d{8,18})\.replaced-\w+")
@@ -306,6 +307,7 @@ def latest_checkpoint(root: Location) -> Location | None:
         try:
             _check_step(path)
         except NoCheckpointError:  # a folder without a manifest is incomplete or being deleted
+            logger.warning("%s: is no complete checkpoint, as its %s is missing; it is not resumed", path, MANIFEST)
             continue
         except CheckpointError as error:
             raise CheckpointError(

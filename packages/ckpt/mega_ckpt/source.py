@@ -161,10 +161,10 @@ def open_weight_source(
                 f"{folder}: a NeMo archive must be unpacked first",
                 hint=f"run tar xf {folder.name} -C FOLDER, and give FOLDER",
             )
-        raise CheckpointError(
-            f"{folder}: {problem}",
-            hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
-        )
+        hint = "give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.exists():
+            hint += f"; to download it from the HuggingFace Hub: mega ckpt pull {path} FOLDER"
+        raise CheckpointError(f"{folder}: {problem}", hint=hint)
     if isinstance(folder, Path) and (inner := _find_transformer_folder(folder)) is not None:
         logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
         return open_weight_source(inner, settings=settings, averaged=averaged, families=families)

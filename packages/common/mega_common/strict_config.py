@@ -68,6 +68,10 @@ _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of t
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "orpo": "simpo", "chat": "conversations",
     "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
 }  # fmt: skip
+_KEY_SYNONYMS = {  # keys of other trainers, and the key of run.yaml of that meaning
+    "max_steps": "steps", "learning_rate": "lr", "num_train_epochs": "epochs", "num_generations": "group_size",
+    "loss_type": "kind", "max_length": "seq_length", "max_seq_length": "seq_length", "num_layer": "num_layers",
+}  # fmt: skip
 MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_OPTIONS, MAX_SUGGESTED_DEPTH = 3, 4, 8, 2
 
 
@@ -134,7 +138,8 @@ def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     for problem in problems:
         earlier = by_path.get(problem.path)
         rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
-        by_path[problem.path] = replace(problem, rule=", or ".join(rules))
+        hint = earlier.hint if earlier and problem.rule == "must be a list" else problem.hint
+        by_path[problem.path] = replace(problem, rule=", or ".join(rules), hint=hint)
     deeper = [path for path in by_path if "." in path]
     return [
         problem  # not that a value is no text, if it is a list with a problem inside
@@ -203,10 +208,14 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
     path, value = ".".join(location), detail.get("input")
     if detail["type"] == "extra_forbidden":
         known = _list_known_keys(cls, location[:-1])
-        wanted = location[-1].strip()
+        wanted = _KEY_SYNONYMS.get(location[-1].strip(), location[-1].strip())
+        if wanted in known:
+            return ConfigProblem(path, "unknown key", hint=f"did you mean {wanted!r}?")
+        if joined := re.fullmatch(r"(\w+):(\S+)", wanted):
+            return ConfigProblem(path, "unknown key", hint=f"write a space after the colon: {joined[1]}: {joined[2]}")
         parted = [name for name in known if set(wanted.split("_")) < set(name.split("_"))]
         near = [repr(name) for name in parted[:2] or difflib.get_close_matches(wanted, known, n=1)]
-        near += sorted(_find_key_paths(cls, location[-1]))[:2]
+        near += sorted(_find_key_paths(cls, wanted))[:2]
         hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(sorted(known))}"
         return ConfigProblem(path, "unknown key", hint=hint)
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
@@ -215,17 +224,24 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         hint = f"did you mean {meant!r}?" if meant else ""
     elif rule.startswith("must be a section"):
         hint = _suggest_section_key(_find_section(cls, location), path, value)
+    elif rule == "must be a list":
+        field = _find_section(cls, location[:-1]).model_fields.get(location[-1])
+        default = field.get_default(call_default_factory=True) if field and not field.is_required() else None
+        listed = default if isinstance(default, list | tuple) and len(default) > 1 else [value]
+        hint = f"set {path}={format_setting_value(listed)}"
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
 def find_near_option(value: str, options: Sequence[str]) -> str | None:
     """Return the option that a user most likely meant by an unknown value, or None.
-    It has the same meaning or a similar spelling; short ones must be almost equal: 'ppo' is not a misspelled 'ipo'.
+    It has the same meaning or a similar spelling; short ones must be almost equal: 'ppo' is not a misspelled 'ipo'. Digits
+    must be the same: 'fp4' is not a misspelled 'fp64'.
     """
     meant = _SYNONYMS.get(value.lower())
     if meant in options:
         return meant
-    return next(iter(difflib.get_close_matches(value, options, n=1, cutoff=0.6 if len(value) > 3 else 0.8)), None)
+    fits = [option for option in options if sorted(re.sub(r"\D", "", option)) == sorted(re.sub(r"\D", "", value))]
+    return next(iter(difflib.get_close_matches(value, fits, n=1, cutoff=0.6 if len(value) > 3 else 0.8)), None)
 
 
 def _find_key_paths(cls: type[StrictConfig], key: str, path: str = "") -> Iterator[str]:
@@ -293,6 +309,14 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.
     """
+    if path.is_dir():
+        inside = next((path / name for name in ("run.yaml", "workflow.yaml") if (path / name).is_file()), None)
+        hint = (
+            f"give {inside}"
+            if inside
+            else "give a file of settings, such as run.yaml; a model's folder is named in it: model.from"
+        )
+        raise ConfigError(f"{path}: is a folder, and a file is required", hint=hint)
     raw = parse_yaml_text(read_settings_file(path), str(path))
     if not isinstance(raw, dict):
         found = "no content" if raw is None else "a list" if isinstance(raw, list) else f"the value {raw!r:.60}"

@@ -346,10 +346,10 @@ class DataConfig(StrictConfig):
         yield from self._find_raw_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield ConfigProblem(
-                "split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1"
+                "split", "must be up to three numbers, for train, valid and test", self.split, "split: 969,30,1"
             )
         elif not self.split[0]:
-            yield ConfigProblem("split", "the share of train must be above 0", self.split, "969,30,1")
+            yield ConfigProblem("split", "the share of train must be above 0", self.split, "split: 969,30,1")
         for name in ("train", "valid", "test"):
             yield from self._find_blend_problems(name, getattr(self, name) or [])
 
@@ -392,7 +392,13 @@ class DataConfig(StrictConfig):
         raw = self.raw_sources
         if raw and self.tokenizer is None:
             rule = f"is required for raw data ({raw[0].path}), unless model.from is a folder with a tokenizer"
-            yield ConfigProblem("tokenizer", rule, None, "set data.tokenizer to a folder with tokenizer.json")
+            hint = "set data.tokenizer to a folder with tokenizer.json"
+            if not str(raw[0].path).startswith(HUB) and not glob.glob(str(raw[0].path)):
+                rule, hint = (
+                    f"is required for raw data, and {raw[0].path} does not exist",
+                    f"correct the path, and {hint}",
+                )
+            yield ConfigProblem("tokenizer", rule, None, hint)
         for name in ("train", "valid", "test"):
             for i, source in enumerate(getattr(self, name) or []):
                 yield from find_raw_source_problems(f"{name}.{i}", source, source.kind or self.kind)

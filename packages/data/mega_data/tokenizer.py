@@ -234,12 +234,14 @@ def _find_tokenizer_file(path: Path) -> Path:
     if file.is_file():
         return file
     if path.is_dir():
-        other = next(
-            (name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (path / name).exists()), None
-        )
+        names = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+        other = [name for name in names if (path / name).exists()]
         raise DataError(
-            f"{path}: tokenizer.json is missing in this folder" + (f", which has only {other}" if other else ""),
-            hint="convert tokenizer.model, *.tiktoken or tekken.json with `mega data convert-tokenizer`",
+            f"{path}: tokenizer.json is missing in this folder" + (f", which has {', '.join(other)}" if other else ""),
+            hint=f"convert it: mega data convert-tokenizer {path / other[0]} --input TEXTS --output FOLDER"
+            if other and other[0].endswith(".model")
+            else "download tokenizer.json of the model, or let transformers write it: "
+            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
         )
     raise DataError(
         f"{path}: no such tokenizer file or folder",

@@ -121,7 +121,9 @@ class ModelFamily:
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",
-                hint="correct the value if it is a mistake: a setting that changes what the model computes is never ignored",
+                hint="add the key to config.json, or download the file again"
+                if all(text.endswith("is missing") for text in found)
+                else "correct the value if it is a mistake: a setting that changes what the model computes is never ignored",
             )
         fields |= self._read_task_head(raw)
         try:

@@ -92,10 +92,14 @@ def open_megatron_legacy_checkpoint(folder: Path) -> MegatronContents:
         ranks.append(_RankFile(tp, pp, ep, list(_iter_chunks(state, folder / match[0]))))
     present = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
     sizes = [1 + max(numbers) for numbers in zip(*present, strict=True)]
+    sizes[0] = max(sizes[0], int(args.get("tensor_model_parallel_size") or 1))
     missing = next((rank for rank in itertools.product(*map(range, sizes)) if rank not in present), None)
     if missing or not ranks:
         tp, pp, ep = missing or (0, 0, 0)
-        raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
+        raise CheckpointError(
+            f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing (mp_rank_{tp:02d})",
+            hint="copy the folder of every rank",
+        )
     args = args | infer_megatron_args_from_names(name for rank in ranks for chunk in rank.chunks for name in chunk)
     if args.get("is_encoder_decoder") and sizes[1] > 1:
         raise CheckpointError(

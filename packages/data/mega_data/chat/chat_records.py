@@ -196,7 +196,8 @@ def _parse_single(record: dict[str, Any]) -> list[Message]:
     if "chosen" in record:
         raise DataError("a pair of answers (chosen and rejected) requires --kind pairs", hint="pass --kind pairs")
     raise DataError(
-        f"the keys {', '.join(record) or '(none)'} form no supported conversation", hint=f"supported are {FORMS}"
+        f"the keys {', '.join(record) or '(none)'} form no supported conversation",
+        hint=f"supported are {FORMS}; name other columns, e.g. --map prompt=question --map completion=answer",
     )
 
 

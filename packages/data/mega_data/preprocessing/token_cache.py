@@ -36,6 +36,10 @@ from mega_data.token_files.partial_folder import convert_write_errors_to_data_er
 from mega_data.token_files.remote_copies import default_cache_folder, resolve_local_prefix
 
 # Terms of the command line in messages of preprocessing, and the settings of run.yaml that they are.
+_KEYS_OF_KIND = {
+    "conversations": "messages, or prompt and completion", "pairs": "prompt, chosen and rejected",
+    "labels": "text and label", "token_labels": "tokens and tags", "groups": "query, positive and negatives",
+}  # fmt: skip
 SETTING_OF_OPTION = (
     ("pass --on-bad-line skip", "set data.raw.on_bad_line: skip"),
     ("pass --parse-special-tokens", "set data.raw.parse_special_tokens: true"),
@@ -209,9 +213,10 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
         found = _read_first_or_none(source)
         if found and not source.map and _reads_other_kind(kind, found):
             hint = (
-                f"give records of {kind}, or set data.kind: {found.kind}"
+                f"give records of {kind} ({_KEYS_OF_KIND.get(kind, 'text')}), or set data.kind: {found.kind}"
                 if found.kind
-                else "name their columns, such as map: {prompt: text, completion: label}"
+                else f"records of {kind} have {_KEYS_OF_KIND.get(kind, 'text')}; name other columns next to the path: "
+                "map: {KEY: COLUMN}"
             )
             raise DataError(
                 f"{source.input_name}: data.kind = {kind} does not read records of the form {found.form}", hint=hint

@@ -287,7 +287,8 @@ class IndexedReader:
         names = [name for name in names if not name.endswith(".mask")]
         near = [name for name in names if name.startswith(self.prefix.name)] or names
         if near:
-            return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+            near = difflib.get_close_matches(self.prefix.name, near, n=8, cutoff=0) + ["..."] * (len(near) > 8)
+            return f"data sets in {self.prefix.parent}: {', '.join(near)}"
         if self.prefix.is_dir():
             return f"{self.prefix} is a folder without data sets; create one with mega data preprocess --output PREFIX"
         return f"create it with mega data preprocess --input FILE --tokenizer FOLDER --output {self.prefix}"

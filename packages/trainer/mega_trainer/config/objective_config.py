@@ -275,9 +275,11 @@ class ObjectiveConfig(StrictConfig):
             return
         kind, wanted = "contrastive" if head.kind == "embedding" else "classify", data_kinds[head.kind]
         if self.kind != kind or kinds != {wanted}:
-            rule = f"must be {kind}, with data.kind = {wanted}, for model.task_head.kind = {head.kind}"
-            found = f"{self.kind}, with data.kind = {' and '.join(sorted(kinds))}"
-            yield ConfigProblem("objective.kind", rule, found, f"set objective.kind={kind} and data.kind={wanted}")
+            path, value, found = "objective.kind", kind, self.kind
+            if self.kind == kind:
+                path, value, found = "data.kind", wanted, " and ".join(sorted(kinds))
+            rule = f"must be {value} with model.task_head.kind = {head.kind}"
+            yield ConfigProblem(path, rule, found, f"set objective.kind={kind} and data.kind={wanted}")
         if self.kind == "classify" and (self.get_label_loss(head.labels) == "cross_entropy") != (head.labels > 1):
             rule = f"requires {'several labels' if head.labels == 1 else 'model.task_head.labels = 1'}"
             yield ConfigProblem("objective.loss", rule, self.loss, "remove objective.loss")

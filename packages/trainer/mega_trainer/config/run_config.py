@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from math import isclose
@@ -419,6 +420,7 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+MODEL_ORIGINS = ("preset", "from", "implementation")
 MODEL_HINT = "set model.preset=NAME, such as tiny, or model.from=FOLDER"
 _OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
 
@@ -473,15 +475,9 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     ):  # a workflow's run is checked from another folder than it runs in
         out["extensions"] = names
     registry = load_extensions(names)
-    if isinstance(raw.get("model"), str):
-        raise ConfigError(f"model = {raw['model']!r} must be a section of keys with values", hint=MODEL_HINT)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
-    if "preset" in model and "from" in model:
-        raise ConfigError(
-            "model.preset conflicts with model.from",
-            hint="remove one of them; on the command line: --set model.preset=null",
-        )
+    _check_model_origin(raw.get("model"), model)
     if "preset" in model:
         out["model"] = load_model_preset(str(model.pop("preset"))) | model
     elif "from" in model:
@@ -510,6 +506,20 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     if isinstance(data, Mapping) and isinstance(start, str) and list_raw_paths(data) and has_tokenizer(base / start):
         out["data"] = {"tokenizer": start, **data}
     return out
+
+
+def _check_model_origin(given: object, model: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `model` is a name, has a misspelled key of its origin, or has two origins."""
+    if isinstance(given, str):
+        raise ConfigError(f"model = {given!r} must be a section of keys with values", hint=MODEL_HINT)
+    for key in model.keys() - ModelConfig.model_fields.keys() - {*MODEL_ORIGINS}:
+        if near := get_close_matches(str(key), MODEL_ORIGINS, n=1, cutoff=0.75):
+            raise ConfigError(f"model.{key}: unknown key", hint=f"did you mean {near[0]!r}?")
+    if "preset" in model and "from" in model:
+        raise ConfigError(
+            "model.preset conflicts with model.from",
+            hint="remove one of them; on the command line: --set model.preset=null",
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.lora_tensors import adaptable_projections, adapted_modules, adapter_tensor_shapes
-from mega_common.errors import ConfigError, DataError, MegaError
+from mega_ckpt.source import open_weight_source
+from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
 from mega_common.lora_config import LoraConfig, matches_module_pattern
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import RemotePath, parse_location
@@ -91,22 +92,37 @@ def _lora_problems(model: ModelConfig, lora: LoraConfig) -> Iterator[ConfigProbl
 
 def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     objective, lora = config.objective, config.lora
-    paths: Mapping[str, str | Path | None] = {
+    models: Mapping[str, str | None] = {
         "init_from": config.init_from,
-        "checkpoint.load": config.checkpoint.load,
-        "lora.init_from": lora.init_from if lora else None,
         "objective.teacher": objective.teacher,
         "objective.reference_model": objective.reference_model,
         "objective.reward_model": objective.reward_model,
     }
-    for key, path in paths.items():
-        yield from _existence_problem(key, path)
+    for key, path in models.items():
+        found = list(_existence_problem(key, path))
+        yield from found or _model_problems(config, key, path)
+    yield from _existence_problem("checkpoint.load", config.checkpoint.load)
+    yield from _existence_problem("lora.init_from", lora.init_from if lora else None)
     yield from _reward_problems(objective.rewards)
     tasks = [Path(task) for task in config.eval.tasks if task.endswith(TASK_FILES)]
     for task in tasks:
         if not task.is_file():
             yield ConfigProblem("eval.tasks", "must be an existing file", str(task), "correct the path")
     yield from _folder_problem("eval.include_path", config.eval.include_path)
+
+
+def _model_problems(config: RunConfig, key: str, path: str | None) -> Iterator[ConfigProblem]:
+    """Yield a problem if a local path is not that of a model."""
+    if path is None or _is_remote(path):
+        return
+    try:
+        open_weight_source(
+            path,
+            implementation="transformers" if config.model.transformers else "mega",
+            families=config.registry.families,
+        )
+    except CheckpointError as error:
+        yield ConfigProblem(key, f"must be a model: {error.message}", path, error.hint or "correct the path")
 
 
 def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
