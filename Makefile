@@ -47,9 +47,9 @@ $(NULL_GPU)/null/libnull_gpu.so: $(NULL_GPU)/.done $(wildcard tests/null_gpu/*.c
 	$(NULL_GPU)/bin/python tests/null_gpu/build.py $(NULL_GPU)/null
 
 test-null-gpu: $(NULL_GPU)/null/libnull_gpu.so  ## host code of CUDA runs, on torch's CUDA build and a GPU that computes nothing; downloads 2.6 GB
-	$(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m pytest tests/null_gpu
+	$(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m pytest tests/null_gpu --timeout 900
 	for capability in 80 100; do \
-		$(UNDER_NULL_GPU) NULL_GPU_CAPABILITY=$$capability $(NULL_GPU)/bin/python -m pytest tests/null_gpu/test_training.py || exit 1; done
+		$(UNDER_NULL_GPU) NULL_GPU_CAPABILITY=$$capability $(NULL_GPU)/bin/python -m pytest tests/null_gpu/test_training.py --timeout 900 || exit 1; done
 
 null-gpu-kernels: $(NULL_GPU)/null/libnull_gpu.so  ## registers, spills and shared memory of the kernels that test-null-gpu compiled
 	$(NULL_GPU)/bin/python tests/null_gpu/kernel_resources.py $(NULL_GPU)/cache/triton

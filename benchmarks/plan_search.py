@@ -37,7 +37,7 @@ from published import Published, published
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.plan.device_memory import add_non_tensor_memory
+from mega_trainer.plan.device_memory import SLACK, add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout_settings, plan_layout
 from mega_trainer.plan.machine import load_default_efficiencies, load_machine
@@ -166,7 +166,9 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
                     "layout": f"dp {dp} tp {tp} pp {pp} micro {micro} zero {zero}",
                     "rate": float(row["tok/s/gpu"]) if row["status"] == "Success" else 0.0,
                     "seconds": planned.predict_step_time().seconds,
-                    "memory": most_memory(model, run, nanotron),
+                    "memory": most_memory(model, run, nanotron), "tp": tp,
+                    "reserved": float(row["Mem Res (GB)"] or 0) * 2**30,
+                    "reserves": SLACK * sum(nanotron.predict_memory(model, run)[0].values()),
                 }
             )  # fmt: skip
     return lists
@@ -194,11 +196,24 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
             }
         )  # fmt: skip
     ran, not_run = ([each for each in every if bool(each["rate"]) is did] for did in (True, False))
+    within = [each for each in every if limit / SEARCH_MARGIN < each["memory"] <= limit]
+    known = [each for each in ran if each["reserved"]]
     return {
         "layouts": len(every), "lists": len(rows), "best among the first three, or within 3 %": sum(r["near"] for r in rows),
         "median loss of the best of the first three": statistics.median(r["best_of_three_slower"] for r in rows),
         "ran": len(ran), "ran and said to fit": sum(each["memory"] <= limit for each in ran),
         "out of memory": len(not_run), "out of memory and said not to fit": sum(each["memory"] > limit for each in not_run),
+        "ran, by model": {
+            model: f"{sum(each['memory'] <= limit for each in some)} of {len(some)} said to fit"
+            for model in sorted({name for name, _ in lists})
+            for some in [[each for (name, _), own in lists.items() if name == model for each in own if each["rate"]]]
+        },
+        "ran and said not to fit, on over 8 tensor ranks": sum(each["memory"] > limit and each["tp"] > 8 for each in ran),
+        "left out by the margin of a search": {
+            "out of memory": sum(not each["rate"] for each in within), "ran": sum(bool(each["rate"]) for each in within),
+        },
+        "reserved memory of the first rank, median error":
+            statistics.median(abs(each["reserves"] / each["reserved"] - 1) for each in known),
         "rows": rows,
     }  # fmt: skip
 
@@ -206,7 +221,7 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
 def timed(recipe: str, gpus: int) -> dict[str, Any]:
     """Return the processor seconds of a search for a recipe's model, batch and precision."""
     raw = load_yaml_mapping(RECIPE_FILES / f"{recipe}.yaml")
-    del raw["parallel"]
+    raw["parallel"] = {key: value for key, value in raw["parallel"].items() if key == "dispatch"}
     config = RunConfig.parse(resolve_run_config(raw), source=recipe)
     start = time.process_time()
     best = find_best_layouts(config, gpus, load_machine("h100"))[0]

@@ -45,6 +45,13 @@ HABITS = {
     "torchtitan": TrainerProfile(attention="flash2", passes=1.2, tp_waited=10),
     "nanotron": replace(OTHER_TRAINERS["nanotron"].profile, passes=2.0),
 }
+# Fine-tuning by the recipes of NeMo (nemo/collections/llm/recipes/llama3_70b.py) and Megatron-Bridge (perf_recipes/llama): packed
+# SQuAD, whose documents are about 860 characters long, and LoRA of rank 16 on queries, keys and values.
+SQUAD_TOKENS = 200
+LORA = LoraConfig(rank=16, modules=["q_proj", "k_proj", "v_proj"]).model_dump_json()
+UNFUSED_LOSS = (
+    52  # bytes per logit: cast to fp32, maximum, subtraction, exponential, sum, division, product, and cast back
+)
 HOST = 8e-3  # before any fit
 LOOPED, STALL = 2e-5, 2e-3  # before any fit
 # Share of a layer's launches that graphs replay: of the router and what precedes the dispatch, of mixers as well, of all.
@@ -199,6 +206,10 @@ def _published(row: Row) -> Published | None:
         profile = _moe_profile(row, profile)
     if "async" in row["source"].lower():
         profile = replace(profile, tp_waited=4)
+    if run.lora:  # whose recipes do not fuse the loss; NeMo's did not overlap tensor parallelism with GEMMs, either
+        profile = replace(
+            profile, loss_bytes=UNFUSED_LOSS, tp_waited=6 if "dgxc" in row["source"] else profile.tp_waited
+        )
     return Published(row, model, run, machine, profile, gpus, tokens / gpus / rate)
 
 
@@ -277,7 +288,7 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> TrainingLayout:
     return TrainingLayout(
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
         virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 0 if "ZeRO-0" in source else 1,
-        lora=LoraConfig().model_dump_json() if "LoRA" in source else None,
+        lora=LORA if "LoRA" in source else None, document_length=SQUAD_TOKENS if "LoRA" in source or "SFT" in source else None,
         precision=_precision(row), recompute=recompute, modules=modules,
     )  # fmt: skip
 

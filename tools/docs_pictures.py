@@ -9,7 +9,9 @@ rewards.svg, from the report of a finished run of examples/arithmetic in the exi
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -116,7 +118,9 @@ def picture_doctor() -> None:
     mega("doctor", "--nproc", "4", "--json", "doctor.json")
     checks = json.loads(Path("doctor.json").read_text())["checks"]
     table = build_doctor_table([CheckResult.from_json(check) for check in checks])
-    screenshot(draw_terminal(table, "mega doctor --nproc 4", 124), "doctor.png", 1400, 2012)
+    page = draw_terminal(table, "mega doctor --nproc 4", 124)
+    columns, rows = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', page.read_text())[0])
+    screenshot(page, "doctor.png", 1400, math.ceil(1400 * rows / columns))
 
 
 def draw_terminal(view: RenderableType, title: str, width: int) -> Path:

@@ -63,7 +63,7 @@ def verify_command(
     finite: Annotated[bool, typer.Option("--finite", help="Also check for NaN and infinities.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare every byte of a checkpoint with its checksums. Exit status 2 if it is damaged.
+    """Check a checkpoint by its checksums, a HuggingFace or GGUF model by reading it. Exit status 2 if it is damaged.
 
     HuggingFace and GGUF models have no checksums: for them, the check is that every tensor can be read.
     """
@@ -126,7 +126,7 @@ def average_command(
         typer.Option(help="Weight of each source, e.g. 0.5,0.3,0.2; normalised to sum 1. Default: equal weights."),
     ] = None,
 ) -> None:
-    """Compute the weighted mean of the weights of several checkpoints of one model, and write it as a mega checkpoint."""
+    """Compute the weighted mean of several checkpoints of one model, and write it as a mega checkpoint."""
     from mega_ckpt.derive_checkpoint import average_checkpoints
 
     average_checkpoints(sources, output, weights=_parse_numbers(weights) if weights is not None else None)
@@ -214,7 +214,7 @@ def push_command(
     revision: Annotated[str | None, typer.Option(help="Branch to commit to; default: main.")] = None,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Upload a HuggingFace folder to the HuggingFace hub. Weights are uploaded as safetensors only, never as pickle files."""
+    """Upload a HuggingFace folder to the HuggingFace hub, with weights as safetensors only, never as pickle files."""
     from mega_ckpt.hub import push_to_hub
 
     print(push_to_hub(folder, repo_id, private=private, revision=revision, message=message))
@@ -226,7 +226,7 @@ def pull_command(
     folder: Annotated[Path, typer.Argument(help="Folder to create.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
 ) -> None:
-    """Download a model from the HuggingFace hub, except pickled weights. After an interruption, the same command resumes."""
+    """Download a model from the HuggingFace hub, except pickled weights. Re-running the command resumes."""
     from mega_ckpt.hub import pull_from_hub
 
     pull_from_hub(repo_id, folder, revision=revision)

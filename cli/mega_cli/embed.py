@@ -96,7 +96,7 @@ def embed_command(
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Compute an embedding of each text, for search and comparison, from the last hidden states of an encoder or decoder.
+    """Compute embeddings of texts, for search and comparison, from the last hidden states of an encoder or decoder.
 
     The settings of a sentence-transformers folder apply: pooling, projection, normalisation, prompts and maximum length.
     The file NAME.ids.jsonl next to OUTPUT has the ids of the texts in the order of the vectors.

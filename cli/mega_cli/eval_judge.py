@@ -28,7 +28,7 @@ class JudgeOptions:
         url, judge: address and name of the judge.
         prompts: JSON lines file.
         against: model whose answers are compared with; `reference`: the prompts' references; None: answers are scored.
-        max_new_tokens: of an answer.
+        max_new_tokens: maximum length of an answer in tokens.
         limit: number of prompts, or None.
         system_instruction: system message before each prompt, or None.
         output, csv_file, picture: result files, or None.

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def join_replica_process_group(
     sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float
 ) -> Iterator[RankInfo]:
-    """Join the process group of the ranks that share copies of a model, and yield this process's rank.
-    The other ranks wait up to `wait_seconds` for rank 0.
+    """Join the process group of a model's ranks and yield this process's rank, or start the ranks and exit.
+    The ranks are started if this process is not one of them and several are needed: each runs this command, and the
+    process exits with their status. They share copies of the model as `sharing` says.
 
-    If this process is not a rank and several are needed, it starts the same command on them and exits with their status.
+    The other ranks wait up to `wait_seconds` for rank 0.
 
     Raises:
         ConfigError: if their number does not divide into whole copies of the model.
@@ -111,7 +112,7 @@ def evaluate_tasks(
     sharing: ReplicaLayout,
     nproc: int | None,
 ) -> None:
-    """Run lm-evaluation-harness tasks on a model and write the results file.
+    """Run lm-evaluation-harness tasks on a model, print the scores and write the result files.
     They run in this process if it is a rank or the only one, else on `nproc` ranks started here.
     """
 

@@ -40,10 +40,8 @@ class CachedFileDigest(StrictConfig):
 
 
 class FileDigests:
-    """SHA-256 digests of files with paths relative to `base`.
-    Pass `records` of one run to the next as `known`, so that unchanged files are not read again.
-
-    A file with the size and modification time of a known record is not read again.
+    """SHA-256 digests of files with paths relative to `base`; files of known size and time are not read again.
+    Known are the `records` of an earlier run, passed as `known`.
     """
 
     def __init__(self, base: Path, known: Mapping[str, CachedFileDigest]) -> None:
@@ -52,7 +50,7 @@ class FileDigests:
         self.records: dict[str, CachedFileDigest] = {}
 
     def hash_matching_files(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Return {file name: hex SHA-256} of all files that the paths, folders and glob patterns match, sorted by name."""
+        """Return {file name: hex SHA-256}, sorted by name, of all files that paths, folders and glob patterns match."""
         names = sorted(set(iterate_files_matching_patterns(self.base, patterns)))
         unknown = [name for name in names if not self._is_known(name)]
         size = sum((self.base / name).stat().st_size for name in unknown)
@@ -81,7 +79,7 @@ class FileDigests:
 
 
 def iterate_files_matching_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield the names, relative to `base`, of all files that `patterns` match: files, all files in folders, and globs."""
+    """Yield the files that `patterns` match, relative to `base`: files, all files in folders, and globs."""
     for pattern in patterns:
         exists = os.path.exists(base / pattern)  # Path.exists raises for text that is too long for a name
         for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):
@@ -101,7 +99,7 @@ def relative_path_name(base: Path, path: str) -> str:
 
 
 def compute_code_digest(command: str) -> str:
-    """Return one digest of the Python sources of a `mega` command: its module and all packages of mega that it imports."""
+    """Return one digest of the Python sources of a `mega` command: its modules and mega's packages that it needs."""
     files: list[Path] = []
     for package in STACKS[COMMAND_PACKAGES.get(command, "mega_eval")]:
         spec = importlib.util.find_spec(package)

@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 class CommandTree(TyperGroup):
-    """Typer command group that words errors about option values like errors about settings."""
+    """Typer command group `mega`, which words errors about values of options like errors about settings of run.yaml."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the `mega` command that the arguments name.
@@ -188,7 +188,7 @@ def _describe_error(error: Exception, *, debug: bool) -> tuple[str, int]:
         return f"error: {describe_disk_error(error)[0]}", 2 if wrong_path else 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if place := find_extension_line(error):
-        return f"error: extension: its code raised {text} {place}\n  " + "; ".join(["correct the extension", *how]), 2
+        return f"error: an extension raised {text} {place}\n  " + "; ".join(["correct the extension", *how]), 2
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
     return "\n".join([f"internal error: {text}", *how]), 1
 

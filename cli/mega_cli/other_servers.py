@@ -93,7 +93,7 @@ class ServingOptions:
 
 
 def exec_vllm_or_sglang(server: OtherServerName, options: ServingOptions) -> NoReturn:
-    """Replace this process by another server of the same model.
+    """Replace this process by vLLM or SGLang, which serves the model with the same options.
 
     Raises:
         ConfigError: when the model is not in a HuggingFace folder, or an option is not supported.

@@ -88,9 +88,9 @@ def predict_run_speed_and_cost(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
     memory: Sequence[Mapping[str, int]], like: OtherTrainer | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Predict the step time, MFU and cost of a run on a machine, in mega with faster or fitting settings, or in another trainer.
-    The error of the prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan
-    --json` prints them.
+    """Predict the step time, MFU and cost of a run on a machine, in mega or in another trainer (`like`).
+    For mega, the prediction has faster layouts, and layouts that fit if the given one does not. The error of the
+    prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan --json` prints them.
     """
     from mega_trainer.plan.flops import compute_model_flops_per_token, compute_palm_flops_per_token
     from mega_trainer.plan.layout_changes import find_faster_layout_changes, find_fitting_layout_changes
@@ -105,7 +105,7 @@ def predict_run_speed_and_cost(
     prediction: dict[str, Any] = {
         "machine": name,
         "seconds_per_step": step.seconds,
-        "error": describe_prediction_error(config.model, machine, config.precision),
+        "error": describe_prediction_error(config.model, machine, config.gemm_precision),
         "tokens_per_second_per_gpu": rate / ranks,
         "peak_of": kind,
         "mfu_causal": rate / ranks * (compute_model_flops_per_token(config.model, length) + other) / peak,
@@ -141,7 +141,7 @@ def predict_run_speed_and_cost(
 
 
 def format_speed_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run_speed_and_cost`) as lines of text."""
+    """Return the result of `predict_run_speed_and_cost` (step time, MFU, cost, faster layouts) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit, hidden = prediction["memory_limit_bytes"] / 2**30, prediction.get("hidden_exchange_seconds", 0.0)

@@ -35,7 +35,9 @@ def report_layouts(
     run: Path, precisions: Sequence[str], limits: BudgetLimits | None, why: str | None, html: Path | None,
     write: Path | None, as_json: bool, like: OtherTrainer | None = None
 ) -> str:  # fmt: skip
-    """Return the text or JSON of the fastest layouts, searched unless given; write the page and the run.yaml asked for."""
+    """Return the text or JSON of the fastest layouts of a run, which are searched for unless given.
+    The page `html` and the run.yaml `write` are written, if named.
+    """
     keep = SHOWN if html is None else HTML_LAYOUTS
     layouts = layouts or search_parallel_layouts(config, ranks, machine, keep, precisions, like)
     if html is not None:
@@ -51,7 +53,8 @@ def search_parallel_layouts(
     like: OtherTrainer | None = None
 ) -> list[PlannedLayout]:  # fmt: skip
     """Return the parallel layouts of a run that fit in the machine's memory, the fastest first.
-    At most `keep` layouts are returned, also in other `precisions`; with `like` those of another trainer. Progress is printed.
+    At most `keep` layouts are returned, also in other `precisions`; with `like` those of another trainer. Progress is
+    printed on standard error.
 
     Raises:
         ConfigError: for an unknown precision, or if no layout fits.
@@ -196,7 +199,7 @@ def find_ranks_for_budget(
     config: RunConfig, machine: MachineSpec, limits: BudgetLimits, precisions: Sequence[str] = (),
     like: OtherTrainer | None = None
 ) -> tuple[int, list[PlannedLayout]]:  # fmt: skip
-    """Return the smallest number of ranks, of powers of two, whose fastest layout trains within the limits, and its layouts.
+    """Return the smallest power of two of ranks, from 2, whose fastest layout meets the limits, and its layouts.
 
     Raises:
         ConfigError: when none does, with the nearest.

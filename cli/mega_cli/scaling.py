@@ -53,7 +53,7 @@ def scaling_command(
         Path | None, typer.Option("--json", metavar="FILE", help="JSON file for the law; - for standard output.")
     ] = None,
 ) -> None:  # fmt: skip
-    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs of several sizes and lengths (Hoffmann et al., arXiv:2203.15556).
+    """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs of several sizes and lengths (arXiv:2203.15556).
 
     It prints the coefficients with 95 % bootstrap intervals, the error of predicting the largest runs from the smaller ones,
     and the optimal numbers of parameters N and tokens D for a compute budget of 6 N D FLOPs; and writes an HTML page.

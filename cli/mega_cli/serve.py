@@ -278,7 +278,7 @@ def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], ada
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model with everything that requests for generated text need.
+    """Loaded model with what generation requests need: engine, tokenizer, end tokens, limits and embedder.
     It has its inference engine, tokenizer, end tokens and limits, its text embedder or the reason for having none, the
     settings of its vision encoder if it takes images, and the samplers of extensions.
     """

@@ -121,8 +121,8 @@ def find_haproxy() -> str:
 
 
 def assign_devices_to_replicas(replicas: int, ranks: int, devices: Sequence[str]) -> list[dict[str, str]]:
-    """Return the environment variables that give each replica its share of a machine.
-    That is `ranks` of the visible GPUs `devices`, as in CUDA_VISIBLE_DEVICES, or without GPUs threads for its cores.
+    """Return, for each replica, the environment variables that give it its own GPUs, or threads of a CPU.
+    Each gets `ranks` of the visible GPUs `devices`, as in CUDA_VISIBLE_DEVICES, or without GPUs OMP_NUM_THREADS.
 
     Raises:
         ConfigError: when there are too few GPUs.
@@ -156,7 +156,7 @@ def list_visible_devices(device: str) -> list[str]:
 
 
 def choose_free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
+    """Return `count` different loopback TCP ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
@@ -192,7 +192,7 @@ class ServerReplica:
         self.process = _start_child(command, {**os.environ, **self.environment})
 
     def restart_process(self, status: int) -> None:
-        """Start a new process after the end of one with an exit status.
+        """Start the replica's process again after it ended with exit status `status`.
 
         Raises:
             TrainingError: when the replica has ended too often without becoming ready.
@@ -204,7 +204,9 @@ class ServerReplica:
         self.start_process()
 
     def check_health(self) -> None:
-        """Update `healthy` and `ready`, and log when they change; a replica that is healthy is not checked each time."""
+        """Ask the replica for its health, update `healthy` and `ready`, and log when they change.
+        A replica that is healthy is asked every 5 seconds at most.
+        """
         if self.healthy and time.monotonic() < self._checked + HEALTH_SECONDS:
             return
         before, self.healthy, self._checked = self.healthy, self._answers(), time.monotonic()

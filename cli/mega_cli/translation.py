@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mega_cli import moving_in
 from mega_cli.megatron_args import render_run_yaml, translate_launch_script
+from mega_cli.megatron_args.flag_tables import SOURCE
 from mega_common.bounded_parsing import MAX_SETTINGS_BYTES, explain_read_error, read_file_start
 from mega_common.errors import ConfigError
 
@@ -21,9 +22,13 @@ def translate_megatron_script(script: Path, define: list[str], arguments: list[s
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
     variables = dict(_parse_definition(text) for text in define)
-    return render_run_yaml(
-        translate_launch_script(text, path=script, define=variables, arguments=arguments, strict=strict)
-    )
+    try:
+        found = translate_launch_script(text, path=script, define=variables, arguments=arguments, strict=strict)
+    except ConfigError as error:
+        named = error.message.startswith(SOURCE)
+        message = error.message.replace(SOURCE, str(script), 1) if named else f"{script}: {error.message}"
+        raise ConfigError(message, hint=error.hint) from None
+    return render_run_yaml(found)
 
 
 def translate_deepspeed_or_hf_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:

@@ -99,7 +99,7 @@ def tune_command(
     run = output / "run.yaml"
     resumes = _has_equal_request(output, request)
     if not resumes or check:
-        text = write_tuning_run_yaml(request, output)
+        text = prepare_tuning_run_yaml(request, output)
         print(text, end="", flush=True)
         if check:
             return
@@ -151,7 +151,7 @@ def _keep_request(output: Path, run: Path, text: str, request: dict[str, Any]) -
     write_json_atomically(output / "tune.json", request)
 
 
-def write_tuning_run_yaml(request: dict[str, Any], output: Path) -> str:
+def prepare_tuning_run_yaml(request: dict[str, Any], output: Path) -> str:
     """Return the run.yaml of a tuning; the base model is converted and the data tokenized for it, if needed.
 
     Raises:
@@ -301,7 +301,8 @@ def _export(config: RunConfig, output: Path) -> None:
 
 
 def find_best_checkpoint(config: RunConfig) -> Path:
-    """Return the checkpoint of a finished run with the lowest validation loss, or its last one.
+    """Return the checkpoint of a finished run with the lowest validation loss, else its last one.
+    The last one is returned if no best one is recorded or it was deleted.
 
     Raises:
         CheckpointError: if there is none.

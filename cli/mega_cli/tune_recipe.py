@@ -67,8 +67,8 @@ class TuningDataStatistics:
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """Choices of the user of `mega tune`.
-    They are the model's folder, raw data, method, output folder and keys of `data` and `train`.
+    """Choices of the user of `mega tune`: base model, data, method, output folder and epochs; None is chosen for them.
+    `inputs` are entries of `data.train`.
     """
 
     base: str
@@ -79,8 +79,8 @@ class TuningRequest:
 
 
 def choose_sequence_length(data: TuningDataStatistics, max_position: int) -> int:
-    """Return the tokens of a packed training sample, so that the longest document fits.
-    They are at most the model's context.
+    """Return the tokens of a packed sample of a tuning: room for the longest document, but at most 4096.
+    It is a multiple of 64 and at least 256; for plain text it is 1024. The model's context is never exceeded.
     """
     if data.kind == "text":
         return min(TEXT_LENGTH, max_position)
@@ -89,19 +89,21 @@ def choose_sequence_length(data: TuningDataStatistics, max_position: int) -> int
 
 
 def choose_tuning_epochs(documents: int) -> int:
-    """Return the number of passes of a tuning over the data, fewer for larger data sets."""
+    """Return the default number of passes of a tuning over the data: 3, 2 or 1, fewer for larger data sets."""
     return 3 if documents < 5_000 else 2 if documents < 50_000 else 1
 
 
 def choose_batch_size(rows: float, epochs: float) -> int:
-    """Return the samples of an optimizer step of a tuning, a power of two.
-    They are as many as leave `STEPS` steps in the run.
+    """Return the samples per optimizer step of a tuning: a power of two up to 64 that leaves at least 60 steps.
+    It is 1 if the run has fewer samples. `rows` are the samples of one epoch.
     """
     return max(1, min(LARGEST_BATCH, 1 << int(math.log2(max(1.0, rows * epochs / STEPS)))))
 
 
 def choose_learning_rate(method: Method, hidden_size: int, kind: str) -> float:
-    """Return the peak learning rate of a tuning, with two digits."""
+    """Return the peak learning rate of a tuning by its method, model width and dataset kind, with two digits.
+    It falls with the square root of the width; for preference pairs it is a tenth.
+    """
     rate = RATES[method] * math.sqrt(REFERENCE_WIDTH / hidden_size) * (0.1 if kind == "pairs" else 1.0)
     return float(f"{rate:.1e}")
 
@@ -165,7 +167,7 @@ def predict_peak_memory_bytes(config: RunConfig) -> int:
 
 
 def measure_usable_memory(device: str) -> int | None:
-    """Return the bytes of memory of the device that a run may fill: of the GPU, else of the free host memory."""
+    """Return 90 % of the bytes of the GPU's memory, or of the free host memory for a CPU; None if it is unknown."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

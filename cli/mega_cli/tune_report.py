@@ -21,7 +21,7 @@ SHOWN = 400  # characters of a cell
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """Prompt of the held-out tenth, as messages or as a plain text, with its own answer."""
+    """Prompt from the held-out data, as messages or as the start of a plain text, and the answer in the data."""
 
     messages: list[dict[str, Any]]
     text: str
@@ -29,7 +29,7 @@ class HeldOutPrompt:
 
     @property
     def question(self) -> str:
-        """Last turn of a held-out prompt, as it is shown in the comparison of models."""
+        """Content of the last message of a held-out prompt; for a prompt without messages, its plain text."""
         return str(self.messages[-1].get("content")) if self.messages else self.text
 
 
@@ -45,7 +45,7 @@ class TuningComparison:
 
 
 def report_tuning(config: RunConfig, output: Path) -> None:
-    """Print the comparison of base and tuned model, and keep it in `output`/comparison.json."""
+    """Print the comparison of base and tuned model, which is made once and kept in `output`/comparison.json."""
     from mega_common.atomic_files import write_json_atomically
     from mega_common.bounded_parsing import read_json_file
     from mega_common.progress_logging import logger
@@ -61,7 +61,7 @@ def report_tuning(config: RunConfig, output: Path) -> None:
 
 
 def compare_base_and_tuned_models(config: RunConfig, tuned: Path) -> TuningComparison:
-    """Return the comparison of the base model of a finished run with the exported model `tuned`."""
+    """Return losses and answers to 3 held-out prompts of a finished run's base model and of the model `tuned`."""
     prompts = list(islice(read_held_out_prompts(config.data), ANSWERS))
     template = config.data.raw.chat_template
     answers = [generate_answers(str(model), prompts, template) for model in (config.init_from, tuned)]
@@ -72,7 +72,7 @@ def compare_base_and_tuned_models(config: RunConfig, tuned: Path) -> TuningCompa
 
 
 def read_validation_losses(metrics: Path) -> tuple[float | None, float | None]:
-    """Return the validation loss before the first step, and the lowest one, of a run's metrics.jsonl."""
+    """Return the validation loss before the first step and the lowest one of metrics.jsonl; None if not logged."""
     from mega_trainer.pages.run_log import read_jsonl_records
 
     lines = list(read_jsonl_records(metrics))
@@ -117,7 +117,9 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
 
 
 def generate_answers(model: str, prompts: Sequence[HeldOutPrompt], chat_template: Path | None = None) -> list[str]:
-    """Return the most likely answer of a model to each prompt; a file `chat_template` replaces the model's template."""
+    """Return the answer of a model to each prompt, by greedy decoding of at most 64 tokens.
+    A file `chat_template` replaces the model's template.
+    """
     from mega_cli.model_options import EvalPrecision
     from mega_cli.serve import load_served_model
     from mega_data.chat.chat_records import Conversation

@@ -176,7 +176,7 @@ def _load_model(run: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def build_verify_table(rows: Sequence[VerifyCheckRow]) -> Table:
-    """Return the table of all checks."""
+    """Return the results of `mega verify` as a table: check, layout, ranks, largest error and verdict."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -193,7 +193,7 @@ def build_verify_table(rows: Sequence[VerifyCheckRow]) -> Table:
 
 
 def format_verify_summary(rows: Sequence[VerifyCheckRow], failure: LayoutFailureReport | None, run: Path) -> list[str]:
-    """Return the lines below the table: how many checks passed, and what is known about a failure of `run`."""
+    """Return the lines below the table of `mega verify`: how many checks passed, and the smallest failing layout."""
     problems, layouts = [row for row in rows if row.problem], [row for row in rows if row.check == "layout"]
     if not problems:
         worst = max((row.error or 0.0 for row in layouts), default=0.0)

@@ -97,7 +97,7 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow file.
+    """Read a workflow file, check its stages and commands, and return its configuration.
     Its commands are checked against the `mega` command tree `root`, and the stage names `names` given as options.
 
     Raises:
@@ -159,8 +159,8 @@ def _print_forecasts(forecasts: list[WorkflowStageForecast], *, as_json: bool, c
 
 
 def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[str], lock: int) -> int:
-    """Run the workflow stages in `order` that are not up to date, up to the first failure.
-    Returns its exit status, else 0.
+    """Run the workflow stages in `order` that are not up to date, and return 0 or the first failure's exit status.
+    No stage is run after a failure.
     """
     for name in order:
         verdict = runner.find_stage_rerun_reason(name, force=name in forced)

@@ -121,9 +121,8 @@ class WorkflowConfig(StrictConfig):
     stages: dict[str, WorkflowStage] = Field(min_length=1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the problems of the workflow.
-        They are invalid stage names, stages that need an unknown one, cycles, and stages that read or overwrite outputs
-        of another stage.
+        """Yield the problems of a workflow: names of stages, unknown or cyclic needs, and conflicts of outputs.
+        A conflict is a stage that overwrites an output of another stage, or reads it without needing the stage.
         """
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
@@ -288,8 +287,8 @@ def load_stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None
 
 
 def list_files_named_by_settings(settings: FlatSettings) -> list[str]:
-    """Return the files that the settings of a run.yaml name.
-    They are token data sets, local raw data, the tokenizer, and initial weights or checkpoint.
+    """Return the paths of data, tokenizer, initial weights and checkpoint that the settings of a run.yaml name.
+    Data are the path itself and the files of a token data set with this prefix; not all of them exist.
     """
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 

@@ -44,15 +44,15 @@ RUN_FILES = {"checkpoints", "assets", "metrics.jsonl", "run.yaml", "logs", "tens
 
 
 class WorkflowError(MegaError):
-    """Raised if a workflow cannot continue: missing input, missing output of a stage, or a lock that another run has."""
+    """Raised if a workflow cannot continue: an input or a stage's output is missing, or another run has the lock."""
 
 
 class WorkflowStageAttempt(StrictConfig):
     """Record of the last attempt at a workflow stage.
     `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
-    `command` is the stage's `words_required_unchanged_to_resume`, `settings` are all settings of its run.yaml, and `named` are the files that
-    the run.yaml of a training names. None: saved by a version without that record.
+    `command` is the stage's `words_required_unchanged_to_resume`, `settings` are all settings of its run.yaml, and
+    `named` are the files that the run.yaml of a training names. None: saved by a version without that record.
     """
 
     status: Literal["running", "done", "failed", "interrupted"]
@@ -172,9 +172,9 @@ class WorkflowRunner:
         return self.digests.hash_matching_files(stage.existing_inputs(self.base, files))
 
     def attempt_stage(self, name: str, verdict: StageRerunReason, lock: int) -> int:
-        """Run a workflow stage's command, record the attempt, and return the exit status.
-        The attempt is recorded in the workflow's state file. The status is 0 when the stage is done. `lock` is a file
-        descriptor that the process inherits.
+        """Run a workflow stage's command, record the attempt in the state file, and return the exit status, 0 if done.
+        Outputs that are invalid are renamed first, if `verdict` starts the stage over. `lock` is a file descriptor that
+        the process inherits.
 
         Raises:
             WorkflowError: if the command succeeded but an output is missing.
@@ -306,8 +306,8 @@ def load_workflow_state(path: Path) -> WorkflowState:
 
 
 def describe_digest_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Return the first difference between two {file name: digest} mappings as text; None if they are equal.
-    The number of others is included. `what` names the kind of file in the text.
+    """Return the first new, missing or changed file of two {file name: digest} mappings as text; None if equal.
+    The number of further differences is included. `what` names the kind of file in the text.
     """
     found = [f"{what} {name} is new" for name in now if name not in before]
     found += [f"{what} {name} is gone" for name in before if name not in now]
@@ -317,8 +317,8 @@ def describe_digest_difference(what: str, before: Mapping[str, str], now: Mappin
 
 
 def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
-    """Context manager that locks a workflow's lock file and yields the file descriptor.
-    Raises WorkflowError if another process has it. Processes of stages inherit the descriptor.
+    """Return a context manager that holds a workflow's lock file and yields its file descriptor.
+    Processes of stages inherit the descriptor.
 
     Raises:
         WorkflowError: if another process holds it.
@@ -329,12 +329,10 @@ def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
-    """Run the command of a workflow stage in `folder`; return its exit status.
-    The signal that stopped the workflow, if any, is returned, too.
-
-    The child has its own process group and receives each signal once, forwarded from here: signals of a terminal go to
-    the group, SIGTERM to the process. The child inherits the lock: if this process is killed, no other process can start
-    the same stage while the child still writes.
+    """Run a workflow stage's command in `folder`; return its exit status and the signal that stopped the workflow.
+    The signal is None if none was received. The child has its own process group and receives each signal once,
+    forwarded from here: signals of a terminal go to the group, SIGTERM to the process. The child inherits the lock: if
+    this process is killed, no other process can start the same stage while the child still writes.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None

@@ -338,7 +338,7 @@ def test_no_family_fits(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="norm must be 'rmsnorm', not 'layernorm'"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be True"):
+    with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be true"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt2"))
     with pytest.raises(CheckpointError, match=r"'gpt-2' is not supported; .*nearest: gpt2"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt-2"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mega_ckpt.host_staging import allocate_host_memory
+from mega_ckpt.host_staging import HostStaging, allocate_host_memory
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 
 
 def test_pinned_memory_is_as_long_as_asked_for_and_let_go_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +37,19 @@ def test_pinned_memory_is_as_long_as_asked_for_and_let_go_with_its_last_view(mon
 def test_memory_that_is_not_pinned_asks_nothing_of_a_device() -> None:
     assert allocate_host_memory(0, pinned=True).numel() == 0
     assert allocate_host_memory(10, pinned=False).numel() == 10
+
+
+def test_copies_of_tensors_do_not_wait_for_each_other() -> None:
+    class Copies(TorchDispatchMode):
+        non_blocking = list[bool]()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::copy_":
+                self.non_blocking.append(args[2])
+            return func(*args, **(kwargs or {}))
+
+    with Copies() as copies:
+        HostStaging().copy_slices_to_host(
+            {name: ShardedTensor((4,), [TensorBox((0,), torch.ones(4))]) for name in "ab"}
+        )
+    assert copies.non_blocking == [True, True]

@@ -105,8 +105,8 @@ def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     ("raw", "listed"),
     [
         ({"resample": []}, ["resample = []"]),
-        ({"do_pan_and_scan": True}, ["do_pan_and_scan = True"]),
-        ({"resample": 1, "do_pad": True}, ["do_pad = True", "resample = 1"]),
+        ({"do_pan_and_scan": True}, ["do_pan_and_scan = true"]),
+        ({"resample": 1, "do_pad": True}, ["do_pad = true", "resample = 1"]),
         ({"size": {"shortest_edge": 48}, "crop_size": 32}, ["size = {'shortest_edge': 48}"]),
         ({"size": 32, "do_pad": False, "do_pan_and_scan": None, "do_rescale": True}, []),
     ],

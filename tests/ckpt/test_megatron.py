@@ -553,8 +553,8 @@ def test_damaged_torch(what: str, folder: Path) -> None:
 
 NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "norm_position = 'post'": {"norm_position": "post"},
-    "parallel_residual = True": {"parallel_residual": True},
-    "mlp_bias = True|qkv_bias = False": {"mlp_bias": True},
+    "parallel_residual = true": {"parallel_residual": True},
+    "mlp_bias = true|qkv_bias = false": {"mlp_bias": True},
     "activation = 'geglu'": {"activation": "geglu"},
     "rope.theta = 10000.5": {"rope": {"theta": 10000.5}},
     "logit_softcap = 30.0": {"logit_softcap": 30.0},
@@ -570,7 +570,7 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     },
     r"moe\.layers = \[0, 4\] must include the MTP layers": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
     "num_kv_heads must be 4": {"encoder": {"num_layers": 1, "head_bias": True}, "tie_embeddings": True},
-    "head_bias must equal tie_embeddings = True": {
+    "head_bias must equal tie_embeddings = true": {
         "encoder": {"num_layers": 1},
         "num_kv_heads": 4,
         "tie_embeddings": True,
@@ -585,7 +585,7 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "residual_multiplier = 0.5": {"residual_multiplier": 0.5},
     "embedding_multiplier = 4.0, logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
     r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},
-    "norm_bias = False": {"norm": "layernorm", "norm_bias": False},
+    "norm_bias = false": {"norm": "layernorm", "norm_bias": False},
     "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 

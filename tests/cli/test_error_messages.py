@@ -32,9 +32,10 @@ GRPO = (
     " --set objective.kind=grpo --set objective.max_new_tokens=4 --set objective.rewards=rewards.py:score"
     " --set objective.group_size=2 --set"
 )
+CHAT = "data preprocess --kind conversations --tokenizer hf --output out/r --chat-template t.jinja"
 # Words of Python, of its libraries and of mega's code, which a stranger does not know.
 PRIVATE = re.compile(
-    r"internal error|Traceback|Errno|NoneType|Value error|nput should|valid dictionary|unicode string|\bNone\b|object at 0x"
+    r"internal error|Traceback|Errno|NoneType|Value error|nput should|valid dictionary|unicode string|\b(None|True|False)\b|object at 0x|PosixPath"
 )
 # The command; its subject; what was found; the fix.
 CASES: list[tuple[str, str, str, str]] = [
@@ -192,7 +193,26 @@ CASES: list[tuple[str, str, str, str]] = [
     ("compare eval.json eval.json", "eval.json", "a result of mega eval --data", "--tasks NAME --log-samples"),
     ("sweep run.yaml --random 4 optimizer.lr=1e-4-1e-2", "'optimizer.lr=1e-4-1e-2'", "LOW..HIGH", "1e-4..1e-2"),
     ("train --from-megatron-args other.sh", "line 1: train.py", "--num-layers", "--from-hf-args"),
-    ("train --from-hf-args hf/config.json", "hf/config.json", "a model's config.json", "model.from"),
+    ("train --from-hf-args hf/config.json", "hf/config.json", "is the config.json of a model", "--set model.from=hf"),
+    (f"{TRAIN} recompute=true", "recompute = true", "a section of keys", "one of none, selective, full"),
+    (f"{TRAIN} lr_schedule=cosine", "lr_schedule = 'cosine'", "a section of keys", "set lr_schedule.name=cosine"),
+    (f"{TRAIN} model.rope=yarn", "model.rope = 'yarn'", "a section of keys", "set model.rope.scaling=yarn"),
+    (f"{TRAIN} lora=8", "lora = 8", "a section of keys", "its keys are rank, alpha"),
+    (f"{TRAIN} model=tiny", "model = 'tiny'", "a section of keys", "set model.preset=NAME"),
+    (f"{TRAIN} model.activation=swish", "'swish'", "must be swiglu", "did you mean 'swiglu'?"),
+    (f"{TRAIN} model.mixers.foo.width=3", "model.mixers.foo", "with a mixer 'foo'", "or correct the name"),
+    (f"{GRPO} data.raw.chat_template=t.jinja", "= 't.jinja'", "data.kind = prompts", "remove data.raw.chat_template"),
+    ("train --from-deepspeed hf", "hf", "is a folder", "ds_config.json"),
+    ("train --from-deepspeed hf/config.json", "hf/config.json", "is the config.json of a model", "model.from=hf"),
+    ("train --from-deepspeed chats.jsonl", "chats.jsonl", "no setting of such a file, only messages", "ds_config.json"),
+    ("train --from-megatron-args run.yaml", "run.yaml", "no training command of Megatron-LM", "pretrain_gpt.py"),
+    ("launch kubernetes hf --nodes 1", "hf", "is a folder", "to serve the model in the folder, add --serve"),
+    ("launch slurm hf --nodes 1", "hf", "without the runs of a sweep", "give a run.yaml"),
+    ("ckpt inspect lfs.gguf", "lfs.gguf", "a Git LFS pointer", "git lfs pull"),
+    ("ckpt inspect lfs-torch", "lfs-torch/pytorch_model.bin", "a Git LFS pointer", "git lfs pull"),
+    (f"{CHAT} -i roles.jsonl", "roles.jsonl:1", "the roles are 'user', 'bot'", "give answers the role assistant"),
+    (f"{CHAT} -i sharegpt.jsonl", "conversations[1].from", "'bot'", "gpt for the model's answers"),
+    (f"{CHAT} -i norole.jsonl", "messages[0] has no 'role'", "its keys are user", '{"role": "user", "content": TEXT}'),
     (
         f"{TRAIN} 'extensions=[./broken.py]'",
         "broken.py",
@@ -216,7 +236,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add_document(np.arange(50))
     for name in ("folder", "lfs", "xlnet"):
         (base / name).mkdir()
-    shutil.copytree(base / "hf", base / "lfs-weights")
+    for name in ("lfs-weights", "lfs-torch"):
+        shutil.copytree(base / "hf", base / name)
+    (base / "lfs-torch" / "model.safetensors").unlink()
     files = {
         "d/lfs.idx": LFS,
         "d/lfs.bin": LFS,
@@ -240,6 +262,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain.jsonl": "just a text\n",
         "rewards.py": "def score(prompt, answer, record): return 1.0\n",
         "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
+        "lfs.gguf": LFS,
+        "lfs-torch/pytorch_model.bin": LFS,
+        "t.jinja": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        "roles.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}),
+        "sharegpt.jsonl": json.dumps(
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}]}
+        ),
+        "norole.jsonl": json.dumps({"messages": [{"user": "a"}, {"role": "assistant", "content": "b"}]}),
         "three.jsonl": '{"prompt": 3}\n',
         "empty.jsonl": "",
         "table.csv": "question,answer\na,b\n",

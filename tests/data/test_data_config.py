@@ -23,7 +23,7 @@ MIXED = [{"path": "a", "kind": "bert"}, {"path": "b", "kind": "text"}]
         ),
         (
             {"train": "a", "kind": "t5", "eod_mask_loss": True},
-            "eod_mask_loss = True: is not supported with the kind t5",
+            "eod_mask_loss = true: is not supported with the kind t5",
         ),
         ({"train": "a", "kind": "t5", "order": "megatron"}, r"t5.decoder_seq_length: is required with order: megatron"),
         ({"train": "a", "kind": "fim", "fim": {"rate": 1.5}}, r"fim.rate = 1.5"),

@@ -16,7 +16,8 @@ from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
-from mega_trainer.model.decoder import Decoder, apply_embedding_scale
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.input_embeddings import apply_embedding_scale
 
 PROMPTS = [[(7 * i * i + 3 * i) % 61 for i in range(19)], [7], [60, 0, 0, 60, 1]]
 SAMPLINGS = [

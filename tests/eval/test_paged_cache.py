@@ -1,8 +1,47 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, hash_full_pages
+from mega_common.model_config import ModelConfig
+from mega_eval import paged_cache
+from mega_eval.paged_cache import (
+    PAGE,
+    PageAllocator,
+    PagedCache,
+    RequestTokenSpan,
+    choose_page_size,
+    hash_full_pages,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "size"),
+    [
+        (None, 64, 256), (None, 512, PAGE), (["swa+mlp", "csa+mlp"], 64, 256), (["hca+mlp", "csa+mlp"], 64, PAGE),
+        (["swa+mlp", "csa+mlp"], 512, PAGE), (["mamba", "mlp"], 64, PAGE),
+    ],
+)  # fmt: skip
+def test_page_is_as_large_as_the_fused_kernel_requires_where_a_layer_can_use_it(
+    layers: list[str] | None, head: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention to compressed entries needs a mask, and heads of 512 elements have no fused kernel."""
+    monkeypatch.setattr(paged_cache, "get_flash_page_size", lambda device, dtype: 256)
+    raw: dict[str, Any] = {
+        "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 256, "num_attention_heads": 4, "head_dim": head,
+        "vocab_size": 100, "max_position": 64,
+    }  # fmt: skip
+    if layers is not None:
+        compressed = {"q_lora_rank": 40, "window": 64, "output_groups": 4, "output_rank": 24, "hca_rate": 32,
+                      "indexer": {"num_heads": 4, "head_dim": head, "top_k": 16, "interleaved": True}}  # fmt: skip
+        raw |= {"layers": layers}
+        raw |= (
+            {"mamba": {"num_heads": 8, "head_dim": 64}} if "mamba" in layers
+            else {"num_kv_heads": 1, "rope": {"interleaved": True}, "compressed": compressed}
+        )  # fmt: skip
+    assert choose_page_size(ModelConfig.parse(raw), torch.device("cuda"), torch.bfloat16) == size
 
 
 def test_a_row_grows_in_one_piece_as_long_as_there_is_room():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from extension_cases import EXAMPLES, SIZES
 
+from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.verify.failure_location import find_first_differing_tensor
 from mega_trainer.verify.tiny_model import TinyModelRun
@@ -33,22 +34,42 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str, str, str, tuple[str, str]]] = 
 }  # fmt: skip
 
 
+def make_broken_run(folder: Path, file: str, line: str, broken: str, **sections: Any) -> TinyModelRun:
+    """The tiny run of an example in which `line` is replaced."""
+    source = (EXAMPLES / file).read_text()
+    assert source.count(line) == 1
+    (folder / file).write_text(source.replace(line, broken))
+    raw = {"extensions": [str(folder / file)], "data": {"train": "none", "seq_length": 32}, **sections}
+    model = {**SIZES, "num_layers": 2, **sections["model"]}
+    return TinyModelRun.from_run(RunConfig.parse(resolve_run_config({**raw, "model": model})))
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_verification_names_the_layer_and_the_tensor(name: str, tmp_path: Path) -> None:
     file, model, line, broken, layout, first = BROKEN[name]
-    source = (EXAMPLES / file).read_text()
-    assert source.count(line) == 1
-    (tmp_path / file).write_text(source.replace(line, broken))
-    raw = {
-        "extensions": [str(tmp_path / file)], "model": {**SIZES, "num_layers": 2, **model}, "data": {"train": "none", "seq_length": 32},
-    }  # fmt: skip
-    tiny = TinyModelRun.from_run(RunConfig.parse(resolve_run_config(raw)))
-    verification = Verification(tiny, only=layout)
+    verification = Verification(make_broken_run(tmp_path, file, line, broken, model=model), only=layout)
     assert [row.problem for row in verification.run_checks()] != [""]
     report = verification.explain_failure()
     assert report.ranks == 2
     assert report.difference is not None
     assert (report.difference.kind, report.difference.name) == first
+
+
+def test_a_state_that_chunks_do_not_pass_on_is_found_in_one_process(tmp_path: Path) -> None:
+    line, broken = (
+        "        q, k, v = parts\n",
+        "        q, k, v, states = *parts, lambda maps, added: torch.zeros_like(added)\n",
+    )
+    model = {**RETENTION, "mixers": {"retention": {"chunk_size": 4}}}
+    rows = Verification(make_broken_run(tmp_path, "retention.py", line, broken, model=model)).run_checks()
+    assert "gradients" in next(row.problem for row in rows if row.check == "chunk size")
+
+
+def test_an_error_of_one_process_names_the_line_of_the_extension(tmp_path: Path) -> None:
+    line = "self.retain, conv_input, (), context).to(x.dtype)).flatten(-2)"
+    tiny = make_broken_run(tmp_path, "retention.py", line, line.replace(".to(x.dtype)", ""), model=RETENTION)
+    with pytest.raises(ConfigError, match=r"bf16 against fp32\): .*, called from .*/retention\.py:\d+"):
+        list(Verification(tiny).run_checks())
 
 
 DEPTHS: dict[str, Any] = {"layers": ["attention+depths"] * 2, "feed_forwards": {"depths": {}}}
@@ -120,14 +141,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str, str, tup
 @pytest.mark.parametrize("name", FURTHER)
 def test_the_first_tensor_that_differs_is_named(name: str, tmp_path: Path) -> None:
     file, model, sections, line, broken, layout, first = FURTHER[name]
-    source = (EXAMPLES / file).read_text()
-    assert source.count(line) == 1
-    (tmp_path / file).write_text(source.replace(line, broken))
-    raw = {
-        "extensions": [str(tmp_path / file)], "model": {**SIZES, "num_layers": 2, **model},
-        "data": {"train": "none", "seq_length": 32}, **sections,
-    }  # fmt: skip
-    tiny = TinyModelRun.from_run(RunConfig.parse(resolve_run_config(raw)))
+    tiny = make_broken_run(tmp_path, file, line, broken, model=model, **sections)
     difference = find_first_differing_tensor(parse_layout(tiny, layout))
     assert difference is not None
     assert (difference.kind, difference.name) == first

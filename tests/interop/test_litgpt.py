@@ -68,8 +68,8 @@ def test_its_description_of_a_model_is_read(tmp_path: Path, name: str) -> None:
 def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -> None:
     scaled = {"factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
     refused: dict[str, dict[str, Any]] = {
-        "lm_head_bias = True": {"lm_head_bias": True}, "rope_adjustments": {"rope_adjustments": scaled},
-        "norm_1 = True": {"post_mlp_norm": True}, "n_shared_expert = 2": {"n_shared_expert": 2},
+        "lm_head_bias = true": {"lm_head_bias": True}, "rope_adjustments": {"rope_adjustments": scaled},
+        "norm_1 = true": {"post_mlp_norm": True}, "n_shared_expert = 2": {"n_shared_expert": 2},
     }  # fmt: skip
     for said, fields in refused.items():
         lit.utils.save_config(lit.Config.from_name("tiny-llama-1.1b", **SMALL, n_query_groups=2, **fields), tmp_path)

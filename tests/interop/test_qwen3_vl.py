@@ -267,9 +267,9 @@ REFUSED = [
     ({"vision_config": {"num_position_embeddings": 24}}, "must be a square number"),
     ({"vision_config": {"deepstack_visual_indexes": [0, 1, 2, 3]}}, "must have at most num_layers = 3 layers"),
     ({"vision_config": {"out_hidden_size": 16}}, "out_hidden_size = 16 must equal hidden_size = 32"),
-    ({"text_config": {"rope_parameters": {"mrope_interleaved": False}}}, "mrope_interleaved = False must be True"),
+    ({"text_config": {"rope_parameters": {"mrope_interleaved": False}}}, "mrope_interleaved = false must be true"),
     ({"text_config": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}}, "'dynamic' is not supported"),
-    ({"text_config": {"use_sliding_window": True}}, "use_sliding_window = True is not supported"),
+    ({"text_config": {"use_sliding_window": True}}, "use_sliding_window = true is not supported"),
 ]  # fmt: skip
 
 

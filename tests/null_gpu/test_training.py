@@ -12,8 +12,9 @@ from parity import eight_bits
 from parity.cases import MODELS, VARIANTS, case
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.fp8_config import MULTIPLES, check_fp8_device
+from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.kernels.fp8_kernels import KINDS
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.train_step import evaluate_losses
 from mega_trainer.verify.case_trainer import CaseTrainer, copy_sharded_tensors_to_host
@@ -43,7 +44,7 @@ def models() -> Iterator[tuple[str, LayoutCase]]:
 
 def eight_bit_models() -> Iterator[tuple[str, LayoutCase]]:
     """Each recipe with what it is refused with on this device left out: experts, widths of less than a block."""
-    for recipe in MULTIPLES:
+    for recipe in KINDS:
         whole = eight_bits.case(recipe, 1, {}, wide=False, micro=2)
         dense = {field: value for field, value in whole.model.items() if field != "moe"}
         for name, model in {"experts": whole.model, "dense": dense, "norms": {**dense, "qk_norm": True}}.items():

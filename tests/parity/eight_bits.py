@@ -1,9 +1,10 @@
-"""Models that multiply in eight bits, in any layout.
+"""Models that multiply in eight bits, or in four, in any layout.
 
 But for the products everything is in fp64, so that what one layout computes in another way than one process shows: blocks
 are the same in both, to the last digits; where scales are of tensors and rows, what leaves their range below is not.
 
-`python tests/parity/eight_bits.py` holds every layout of up to four ranks against one process, by blocks of MXFP8.
+`python tests/parity/eight_bits.py` holds every layout of up to four ranks against one process, by blocks of MXFP8;
+`python tests/parity/eight_bits.py nvfp4` by those of NVFP4, which has no experts.
 """
 
 from __future__ import annotations
@@ -63,13 +64,17 @@ def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True
         "fp8": {"recipe": recipe},
         **more,
     }
-    return LayoutCase(recipe, model(unit, layers), ranks, parallel, precision="fp8", wide=wide, **fields)
+    whole = model(unit, layers)
+    if recipe == "nvfp4":
+        del whole["moe"]
+    return LayoutCase(recipe, whole, ranks, parallel, precision="fp8", wide=wide, **fields)
 
 
 def all_layouts(recipe: str) -> Sequence[LayoutCase]:
     """Every layout of up to four ranks."""
+    kind = "dense" if recipe == "nvfp4" else "moe"
     return [
-        case(recipe, ranks, one) for ranks in range(1, RANKS + 1) for one in layouts("moe", ranks) if _fits(ranks, one)
+        case(recipe, ranks, one) for ranks in range(1, RANKS + 1) for one in layouts(kind, ranks) if _fits(ranks, one)
     ]
 
 
@@ -77,17 +82,17 @@ def _fits(ranks: int, parallel: dict[str, Any]) -> bool:
     return 4 % (ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))) == 0
 
 
-def main() -> int:
+def main(recipe: str = "mxfp8") -> int:
     """All of them; 1 when one disagrees."""
-    cases, wrong, worst = all_layouts("mxfp8"), list[str](), 0.0
+    cases, wrong, worst = all_layouts(recipe), list[str](), 0.0
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5) as bar:
         for one in verify_layout_cases(cases):
             wrong += [problem] if (problem := one.describe_problem(TOLERANCE)) else []
             worst = max(worst, one.largest_error)
             bar.advance(1)
-    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}: {worst:.1e}")
+    print("\n".join(wrong) or f"in {recipe}, {len(cases)} layouts agree with one process to {TOLERANCE:g}: {worst:.1e}")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import BandMask
 from mega_trainer.model import decoder
-from mega_trainer.model.decoder import PositionTypeEmbeddings
 from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.model.input_embeddings import PositionTypeEmbeddings
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import SequencePooler
 from mega_trainer.run import train_step

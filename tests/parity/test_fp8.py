@@ -35,6 +35,11 @@ def test_with_scales_of_blocks_to_the_last_digits() -> None:
     assert not [problem for one in results(cases) if (problem := one.describe_problem(1e-10))]
 
 
+def test_in_four_bits_to_the_last_digits() -> None:
+    cases = [replace(one, steps=1) for one in covering(all_layouts("nvfp4"), 3)]
+    assert not [problem for one in results(cases) if (problem := one.describe_problem(1e-10))]
+
+
 def test_with_scales_of_tensors_and_rows_but_for_numbers_that_leave_their_range() -> None:
     """A number that does in one layout moves others across the border between two of fp8's."""
     cases = [replace(one, steps=1) for recipe in ("tensorwise", "rowwise") for one in covering(all_layouts(recipe), 3)]

@@ -22,7 +22,7 @@ CONTAINER = "data"
 
 @dataclass(frozen=True)
 class ArrayJobPlan:
-    """Array of `count` jobs that run `words`, a mega command, in `folder`, each on one of `count` shards of the data."""
+    """Array of `count` jobs that run the mega command `words` in `folder`, each on one of `count` shards of data."""
 
     words: Sequence[str]
     count: int

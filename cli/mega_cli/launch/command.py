@@ -185,7 +185,7 @@ def kubernetes_command(
         typer.Option(help="With --serve: options of `mega serve`, e.g. '--precision bf16 --max-length 8192'."),
     ] = "",
 ) -> None:
-    """Write a Kubernetes manifest that trains on several machines: an Indexed Job with one pod per machine and a Service.
+    """Write a Kubernetes manifest that trains on several machines: an Indexed Job, one pod per machine, and a Service.
 
     The configuration is stored in a ConfigMap; its relative paths are relative to the volume. No operator is required,
     except for --jobset. With --stage, each pod tokenizes a part of a data set, and the last one joins the parts.
@@ -248,8 +248,7 @@ def _check_serve_use(serve: bool, *, for_serving: Mapping[str, object], for_trai
 
 
 def reject_control_characters(run: Path, overrides: list[str] | None) -> None:
-    """Check the values that every launch script contains for control characters.
-    They are the path of run.yaml and its `--set` overrides.
+    """Reject control characters in the path of run.yaml and its `--set` overrides, which launch scripts contain.
 
     Raises:
         ConfigError: if one has a control character.
@@ -266,7 +265,8 @@ def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> li
     """
     runs = sorted(folder.glob("run-*.yaml"), key=lambda path: (len(path.name), path.name))
     if not runs:
-        raise ConfigError(f"{folder}: has no runs of a sweep", hint="first: mega sweep run.yaml ... --prepare")
+        hint = "give a run.yaml, or the folder that mega sweep run.yaml ... --prepare --output FOLDER writes"
+        raise ConfigError(f"{folder}: is a folder without the runs of a sweep (run-000.yaml and so on)", hint=hint)
     if overrides or stage is not None:
         option = "--set" if overrides else "--stage"
         raise ConfigError(f"{option} is not supported with a sweep", hint="give --set to mega sweep")
@@ -274,14 +274,17 @@ def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> li
 
 
 def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> None:
-    """Check that the settings in run.yaml are valid for `ranks` ranks.
-    Data is not checked: it need not be on this machine.
+    """Check that the settings in run.yaml are valid for `ranks` ranks, if its base model is on this machine.
+    Otherwise a warning is logged. Data is not checked: it need not be on this machine.
 
     Raises:
         ConfigError: with all problems.
     """
     from mega_trainer.config.run_config import load_run_config
 
+    if run.is_dir():
+        hint = "give a run.yaml; to serve the model in the folder, add --serve"
+        raise ConfigError(f"{run}: is a folder, and training requires a file of settings", hint=hint)
     raw = apply_config_overrides(load_yaml_mapping(run), overrides)
     reject_workflow_as_run_yaml(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
     model = raw.get("model")
@@ -292,7 +295,7 @@ def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> Non
 
 
 def to_dns_label(text: str) -> str:
-    """Return `text` as a valid Kubernetes name of a Service and, with a number appended, of a pod."""
+    """Return `text` as a Kubernetes name: at most 40 lowercase letters, digits and dashes, first a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
     return label[:40].strip("-")

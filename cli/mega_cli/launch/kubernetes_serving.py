@@ -52,7 +52,7 @@ class KubernetesServerPlan:
 
 
 def parse_serve_options(model: str, text: str) -> tuple[list[str], int, float]:
-    """Return the words of options of `mega serve`, its batch size and its seconds to finish requests.
+    """Return the words of `mega serve` options in a text, and the batch size and drain time in seconds they set.
 
     Raises:
         ConfigError: when the manifest sets such an option itself.
@@ -77,10 +77,9 @@ def parse_serve_options(model: str, text: str) -> tuple[list[str], int, float]:
 
 
 def serving_manifests(plan: KubernetesServerPlan) -> str:
-    """Return the Kubernetes manifests of a server as YAML documents.
-
-    The PodMonitor requires the Prometheus operator, and the autoscaler an adapter that offers Prometheus's metrics of pods as
-    custom metrics (prometheus-adapter). All read the API key from the Secret of the same name.
+    """Return the manifests of a server as YAML: Deployment, Service, PodMonitor and HorizontalPodAutoscaler.
+    The PodMonitor requires the Prometheus operator, and the autoscaler an adapter that offers Prometheus's metrics of
+    pods as custom metrics (prometheus-adapter). All read the API key from the Secret of the same name.
     """
     metadata = {"name": plan.name, "labels": {"app": plan.name}}
     selector = {"matchLabels": {"app": plan.name}}

@@ -33,8 +33,9 @@ class ContainerImage:
     mounts: Sequence[str]
 
     def build_srun_container_arguments(self) -> tuple[list[str], list[str]]:
-        """Return the options for srun, and words that run the command in the container.
-        The words are put before the command. Both parts are shell code that the script expands.
+        """Return the options of srun, and the words before the command, that run it in the container.
+        A .sif file is run by apptainer in the words before the command, any other image by options of pyxis. Both parts
+        are shell code that the script expands.
         """
         if Path(self.image).suffix == ".sif":
             bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
@@ -46,8 +47,8 @@ class ContainerImage:
 
 @dataclass(frozen=True)
 class SlurmJobPlan:
-    """Settings of a Slurm batch script.
-    They are options of sbatch without `--`, commands to run first on each machine, container and Python interpreter.
+    """Settings of a Slurm batch script: sbatch options and flags, first commands, container and Python interpreter.
+    `options` and `flags` are without `--`; `prologue` are commands to run first on each machine.
     """
 
     options: Mapping[str, str]
@@ -59,7 +60,8 @@ class SlurmJobPlan:
 
 def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: str, array: int = 0) -> str:
     """Return the Slurm batch script of a training job, or of `array` jobs that are numbered from 0.
-    `train` are the arguments of `mega train`, as shell code. The signal before its time limit is USR1, so that `scancel` (TERM) ends a job without requeueing it.
+    `train` are the arguments of `mega train`, as shell code. A job saves before its time limit and requeues itself. The
+    signal before its time limit is USR1, so that `scancel` (TERM) ends a job without requeueing it.
     """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]

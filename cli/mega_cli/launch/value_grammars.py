@@ -58,8 +58,7 @@ KUBERNETES = {
 
 
 def check_option_value(option: str, value: str | None, grammar: OptionValuePattern) -> None:
-    """Check that the value of a launch option matches its grammar.
-    Raises ConfigError if not. None, an option that is not given, passes.
+    """Check that the value of a launch option matches its grammar; None, an option that is not given, passes.
 
     Raises:
         ConfigError: if it does not match the grammar.
@@ -74,7 +73,7 @@ def check_option_value(option: str, value: str | None, grammar: OptionValuePatte
 
 
 def check_option_values(option: str, values: Iterable[str], grammar: OptionValuePattern) -> None:
-    """Raise ConfigError if a value of a repeatable option does not match its grammar.
+    """Check that each value of a repeatable launch option matches its grammar.
 
     Raises:
         ConfigError: if one does not match the grammar.
@@ -84,7 +83,7 @@ def check_option_values(option: str, values: Iterable[str], grammar: OptionValue
 
 
 def escape_kubernetes_references(word: str) -> str:
-    """Return a word with each `$(NAME)` escaped, because Kubernetes expands it in a container's command."""
+    """Return a word with each `$` doubled, because Kubernetes expands `$(NAME)` in a container's command."""
     return word.replace("$", "$$")
 
 

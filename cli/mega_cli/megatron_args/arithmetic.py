@@ -50,9 +50,8 @@ class ShellVariableScope(Protocol):
 
 
 def evaluate_bash_arithmetic(expression: str, scope: ShellVariableScope | None = None, depth: int = 0) -> int | None:
-    """Return the value of a bash arithmetic expression, or None if it is unknown or invalid.
-    Its variables are read and set by `scope`. None stands for an unset variable, a division by zero or text that is not
-    an expression.
+    """Return the value of a bash arithmetic expression, or None if it is unknown, invalid or beyond 64 bits.
+    Its variables are read and set by `scope`. An unset variable and a division by zero give None too.
     """
     try:
         value = _ArithmeticParser(expression, scope, depth).value()

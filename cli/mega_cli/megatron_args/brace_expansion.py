@@ -38,9 +38,7 @@ def expand_shell_braces(
 ) -> list[list[WordPiece | None]]:
     """Return the words that brace expansion, `a{b,c}{1..3}`, makes of one shell word.
     The word is given as its quoted and unquoted pieces; only unquoted text is expanded. `spend` is called with the
-    number of characters before they are created.
-
-    `spend` is called with their total number of characters before they are created.
+    total number of characters of the words before they are created.
     """
     if not any(piece and piece.kind == "plain" and "{" in piece.text for piece in pieces):
         return [list(pieces)]

@@ -16,7 +16,7 @@ PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
 def translate_data_flags(draft: RunYamlDraft) -> None:
-    """Add to `draft` the `data` section of a run.yaml (data sets, tokenizer, sequence length), from Megatron-LM flags."""
+    """Add to `draft` the `data` section of a run.yaml (data sets, tokenizer, length), from Megatron-LM flags."""
     put = draft.set_key
     if any(name in draft for name in OWN):
         for name in OWN:

@@ -78,7 +78,7 @@ class MegatronFlagSpec:
         return float(text) if self.type == "float" else self.choices.get(_fold_choice(text), text)
 
     def default_value(self) -> Any:
-        """Value that the flag's setting has in Megatron when the command does not give the flag."""
+        """Return the value that the flag's setting has in Megatron when the command does not give the flag."""
         if not self.type:
             return self.takes == "off"
         if not self.default:
@@ -209,7 +209,7 @@ class MegatronCommandSettings:
         return dest in self.given
 
     def add_flag(self, given: ParsedMegatronFlag) -> None:
-        """Record a flag of the command, or a problem if its value is invalid; a repeated flag replaces the earlier one."""
+        """Record a flag of the command, replacing an earlier one, or a problem if its value is invalid."""
         try:
             value = given.parsed_value()
         except ValueError:
@@ -236,8 +236,8 @@ class MegatronCommandSettings:
         return None
 
     def add_flag_problem(self, given: ParsedMegatronFlag, rule: str, hint: str = "") -> None:
-        """Record a problem for a flag whose value cannot be used.
-        It is raised later by `raise_problems`; `rule` is the rule that the value violates.
+        """Add a flag whose value cannot be used to the problems that `raise_problems` raises later.
+        `rule` is the rule that the value violates.
         """
         problem = ConfigProblem(f"line {given.line}: {given}", rule, hint=hint)
         if problem not in self.problems:

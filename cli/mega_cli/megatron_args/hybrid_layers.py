@@ -15,12 +15,12 @@ from mega_common.layer_kinds import NORM_EPS, HybridLayerPattern, build_hybrid_p
 def compute_layer_pattern_mask(
     draft: RunYamlDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
-    """Return a list of booleans for layers, true if the layer has the kind that a Megatron pattern selects.
+    """Return, for each layer, True if it has the kind that a Megatron layer pattern selects; None if unknown.
     The pattern is in Megatron setting `dest`; `every(layer, n)` decides if the pattern is a number n. `key` is
     run.yaml's key, for notes.
 
-    The `further` layers after the last one are included. None if the kinds are unknown: an invalid pattern is a problem,
-    and without a number of layers `key` is left to be filled in.
+    The `further` layers after the last one are included. An invalid pattern is recorded as a problem, and without a
+    number of layers `key` is left to be filled in.
     """
     if not draft[dest] or MARK.search(draft[dest]):
         draft.set_key(key, None, dest, ask=explain_unknown_flag_value(draft[dest] or "a pattern of layers"))
@@ -194,11 +194,8 @@ def compute_megatron_layers_per_stage(
     layers: int, pp: int, virtual: int, *, first: int | None, last: int | None, embedding: bool, loss: bool
 ) -> list[int]:
     """Return the number of decoder layers of each of pp x virtual pipeline stages by Megatron's rules.
-    Stage s belongs to rank s % pp. `first` and `last` are the layers of the outer ranks, if given; else `embedding` and
-    `loss` count as one layer each.
-
-    `first` and `last` are the layers of the first and the last rank; the others are distributed evenly. Without them, all
-    stages are even, with `embedding` and `loss` counted as one layer each.
+    Stage s belongs to rank s % pp. `first` and `last` are the layers of the first and the last rank; the others are
+    distributed evenly. Without them, all stages are even, with `embedding` and `loss` counted as one layer each.
     """
     if first is None and last is None:
         counts = [(layers + embedding + loss) // (pp * virtual)] * (pp * virtual)

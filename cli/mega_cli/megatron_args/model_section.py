@@ -120,7 +120,7 @@ def _is_gpt2(file: str) -> bool:
 
 
 def get_megatron_ffn_width(draft: RunYamlDraft) -> int | None:
-    """Return the feed-forward width that Megatron-LM flags give.
+    """Return the feed-forward width by Megatron-LM flags, by default from the hidden size; None if it is unknown.
     By default it is 4 times the hidden size, for SwiGLU two thirds of that in multiples of 64.
 
     FlagScale rounds those two thirds up to multiples of `--multiple-of`, after a factor.

@@ -39,12 +39,12 @@ class DeepSpeedConfigValues:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def get_number(self, path: str) -> float | None:
-        """Return the number at a dotted path of the DeepSpeed file, or None if it is missing or `auto`."""
+        """Return the number at a dotted path of the DeepSpeed file, or None if there is none, as with `auto`."""
         value = self._at(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def get_integer(self, path: str) -> int | None:
-        """Return the integer at a dotted path of the DeepSpeed file, or None if it is missing or `auto`."""
+        """Return the whole number at a dotted path of the DeepSpeed file, or None if there is none, as with `auto`."""
         value = self.get_number(path)
         return int(value) if value is not None and value == int(value) else None
 
@@ -189,12 +189,9 @@ class RunYamlDraft:
     def set_key(
         self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
     ) -> None:
-        """Set a dotted key of run.yaml to a value from Megatron settings.
-        The value is `value`, from the Megatron settings `dests`; None leaves the key for the user to fill in. `because`
-        is the key's comment, `ask` the note for an unknown value, `instead` a text in place of null.
-
-        `None` is left for the user to fill in, with the note `ask` or the problem with the settings; `instead` is written
-        for keys for which null is a valid value.
+        """Set a dotted key of run.yaml to `value`, from Megatron settings `dests`; leave None for the user to fill in.
+        `because` is the key's comment, by default the flags. A None gets a note: the fault of the flags, else `ask`;
+        where null is a valid value of the key, the text `instead` is written for it.
         """
         found = [given for dest in dests if (given := self.arguments.given.get(dest))]
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
@@ -216,8 +213,8 @@ class RunYamlDraft:
         node[last] = _plain(value)
 
     def set_key_from_deepspeed_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
-        """Set a dotted key of run.yaml to a value found in DeepSpeed's configuration file.
-        The file is at `path`; a note is added if the Megatron flags in `dests` give another value, `flags`.
+        """Set a dotted key of run.yaml to `value`, which DeepSpeed's configuration file has at the dotted `path`.
+        If a flag of the Megatron settings `dests` is given and their value, `flags`, differs, a note is added.
         """
         self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
         if any(dest in self for dest in dests) and flags != value:

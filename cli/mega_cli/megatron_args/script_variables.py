@@ -68,12 +68,12 @@ class ShellScriptVariables:
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
 
     def restore_unknown_placeholders(self, text: str) -> str:
-        """Return a text in which the numbered marks of unknown values (from `index_unknown_placeholders`) have their names again."""
+        """Return a text with the numbers from `index_unknown_placeholders` replaced by names of unknown values."""
         return NUMBERED.sub(lambda match: make_unknown_placeholder(self.marks[int(match[1])]), text)
 
     @contextmanager
     def enter_nested_script(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Context manager in which a nested script has its own line numbers and positional parameters.
+        """Give a nested script its own line numbers and positional parameters while the `with` block runs.
         Line numbers count from `place`, (first line, True if all text counts as this line), and `arguments` are `$1`,
         `$2`, ... unless None.
         """

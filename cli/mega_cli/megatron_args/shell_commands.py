@@ -36,7 +36,7 @@ class NestedScript(NamedTuple):
 
 
 def interpret_shell_command(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Interpret a shell command given as expanded words; return True if it succeeds, None if unknown.
+    """Interpret a shell command given as expanded words; return whether it succeeds, or None if unknown.
     It is a function, a builtin, a simulated tool or a nested script; others are recorded as started.
     """
     words = list(words)

@@ -58,10 +58,8 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
 def replace_longest_matches(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
-    """Replace the first match of a regular expression, or every match, each as long as possible.
+    """Replace the first match of a regular expression in a text, or `every` match, each as long as possible.
     Matches are replaced by `instead`; empty matches are not replaced. Returns None if RE2 does not support the pattern.
-    `spend` is called with the number of characters before they are created.
-
     `spend` is called with the length of the result before it is created.
     """
     try:
@@ -140,7 +138,7 @@ def convert_shell_pattern_to_regex(pattern: str, *, repeat: str = "*", backwards
 
 
 def matches_shell_pattern(text: str, pattern: str) -> bool | None:
-    """Return whether a shell pattern matches the whole text, or None if the pattern is not supported."""
+    """Return whether a shell pattern matches the whole text, or None if one has unknown values or is not supported."""
     regex = convert_shell_pattern_to_regex(pattern)
     return None if regex is None or MARK.search(text + pattern) else is_regex_fullmatch(regex, text)
 

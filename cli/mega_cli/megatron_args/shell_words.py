@@ -21,11 +21,9 @@ class ShellWord(NamedTuple):
 
 
 class WordPiece(NamedTuple):
-    """Quoted or unquoted section of a shell word under expansion.
-    It has its text, its kind (`quoted`, `plain` or `value`) and its line.
-
+    """Quoted or unquoted section of a shell word under expansion, and its line; None in a list of pieces ends a word.
     `kind` is `quoted`, `plain` for text of the script, in which braces and patterns are expanded, or `value` for the
-    result of an expansion, which is split at blanks. In a list of pieces, `None` ends a word.
+    result of an expansion, which is split at blanks.
     """
 
     text: str
@@ -108,7 +106,7 @@ class CharacterBudget:
     left: int = WORK
 
     def spend_characters(self, characters: int) -> None:
-        """Subtract a number of characters from the limit before they are created; ConfigError if none are left.
+        """Subtract a number of characters from the limit before they are created.
 
         Raises:
             ConfigError: if none are left.

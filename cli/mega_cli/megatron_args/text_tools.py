@@ -47,9 +47,7 @@ def _join_lines(lines: Sequence[str]) -> str:
 
 
 def simulate_cat_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the standard input `entered` as the output of the shell command `cat`, or None if `cat` is given files.
-    Returns None if that is unknown or files are given.
-    """
+    """Return the standard input `entered`, which `cat` prints; None if it is unknown or files are given."""
     return entered if not arguments or arguments == ["-"] else None
 
 

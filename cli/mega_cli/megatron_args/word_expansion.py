@@ -31,7 +31,7 @@ ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\
 
 @dataclass
 class ShellWordExpander(ShellScriptVariables):
-    """Expansion of a shell script's words with the values of its variables.
+    """Variables of an interpreted shell script, and expansion of the script's words with their values.
 
     Attributes:
         substitute: function that returns the output of a command substitution, None if unknown.

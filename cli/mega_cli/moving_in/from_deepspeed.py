@@ -223,7 +223,7 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> RunYamlTranslat
     Raises:
         ConfigError: if it is not such a file, or its batch does not match the ranks.
     """
-    given = ForeignSettingsFile(path, "a file of DeepSpeed's settings")
+    given = ForeignSettingsFile(path, "DeepSpeed's configuration (ds_config.json)")
     given.leave_open("model.from", "the folder of the model or checkpoint that the training program loads")
     given.leave_open("data.train", "a token data set, written by `mega data preprocess`")
     given.add_note("open", "is set by the training program; mega's default is 1000", "train.steps")

@@ -47,9 +47,7 @@ def _parallel_size(given: ForeignSettingsFile, name: str, *others: str) -> int:
 
 
 def read_model_parallel_sizes(given: ForeignSettingsFile) -> ModelParallelSizes:
-    """Read the tensor, pipeline and context parallel sizes of a settings file, and return them.
-    The section `parallel` of run.yaml is set to them.
-    """
+    """Return a settings file's tensor, pipeline and context parallel sizes, and set `parallel` of run.yaml to them."""
     tp = _parallel_size(
         given, "tp", "tensor_parallel_size", f"{MEGATRON}tp_degree", "deepspeed.tensor_parallel.autotp_size"
     )
@@ -92,7 +90,7 @@ def read_world_size(given: ForeignSettingsFile, ranks: int | None, split: ModelP
 
 
 def set_zero_level(given: ForeignSettingsFile) -> None:
-    """Set `parallel.zero` and `optimizer.offload` of run.yaml from the FSDP and DeepSpeed settings of a settings file."""
+    """Set `parallel.zero` and `optimizer.offload` of run.yaml from a settings file's FSDP and DeepSpeed settings."""
     kind = given.take_value("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
     kind = _fsdp_kind(given, kind)
     kind = given.take_value("fsdp_config.reshard_after_forward") if kind is None else kind
@@ -192,12 +190,6 @@ def translate_hf_training_args(path: Path, ranks: int | None = None) -> RunYamlT
         ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.
     """
     given = ForeignSettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
-    if given.has_key("model_type") and given.has_key("architectures"):
-        given.refuse_value(
-            "model_type",
-            "is the key of a model's config.json, not of training arguments",
-            "set model.from to the model's folder: mega train run.yaml --set model.from=FOLDER",
-        )
     dialect = detect_training_program(given)
     _model_and_data(given, dialect)
     objective = translate_hf_objective(given, dialect)

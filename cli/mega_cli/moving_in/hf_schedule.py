@@ -54,13 +54,13 @@ class LrScheduleDraft:
         self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
 
     def take_number(self, key: str, default: float) -> float:
-        """Return the number of `lr_scheduler_kwargs` with this key, else `default`; the key then counts as translated."""
+        """Return a number of `lr_scheduler_kwargs` by key, else `default`; the key then counts as translated."""
         found = self.given.take_number(f"{KWARGS}{key}")
         return default if found is None else found
 
     def has_num_cycles(self, cycles: float = 0.5) -> bool:
-        """Return whether the schedule's num_cycles is `cycles`, so that the cosine falls once.
-        If not, `lr_schedule` of run.yaml is left for the user to fill in.
+        """Return whether num_cycles of `lr_scheduler_kwargs` is `cycles` or absent; if not, leave the schedule open.
+        With it the cosine falls once, as mega's does. An open `lr_schedule` is for the user to fill in.
         """
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
@@ -68,8 +68,9 @@ class LrScheduleDraft:
         return found == cycles
 
     def minimum_learning_rate(self) -> float | None:
-        """Return the minimum learning rate of a cosine schedule that requires one.
-        Without one, returns None and leaves `lr_schedule` of run.yaml for the user to fill in.
+        """Return the minimum learning rate that a cosine schedule requires; without one, leave it open, return None.
+        It is `min_lr_rate` times the learning rate, else `min_lr`, of `lr_scheduler_kwargs`. An open `lr_schedule` is
+        for the user to fill in.
         """
         share, lowest = self.given.take_number(f"{KWARGS}min_lr_rate"), self.given.take_number(f"{KWARGS}min_lr")
         if lowest is None and share is None:

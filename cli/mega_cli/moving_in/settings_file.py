@@ -62,13 +62,11 @@ class ForeignSettingsFile:
         return any(key in self._values for key in keys)
 
     def peek_value(self, key: str) -> Any:
-        """Return the value of a key of the settings file, without marking it as translated.
-        The key still counts as untranslated, unlike with `take_value`.
-        """
+        """Return the value of a key of the settings file, or None, without marking the key as translated."""
         return self._values.get(key)
 
     def refuse_value(self, key: str, rule: str, hint: str = "") -> NoReturn:
-        """Raise ConfigError for a key of the settings file whose value cannot be translated.
+        """Reject a key of the settings file whose value cannot be translated.
 
         Raises:
             ConfigError: always.
@@ -76,7 +74,7 @@ class ForeignSettingsFile:
         raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
 
     def refuse_combination(self, rule: str, hint: str) -> NoReturn:
-        """Raise ConfigError for settings of the file that conflict.
+        """Reject settings of the file that conflict.
 
         Raises:
             ConfigError: always.
@@ -169,9 +167,7 @@ class ForeignSettingsFile:
         self.add_note("open", f"{known}, {others}; AdamW is set here: check it", key)
 
     def set_missing_keys_to_defaults(self, values: Mapping[str, Any], whose: str) -> None:
-        """Set keys of the new run.yaml that are not set yet to the defaults of another program.
-        They are set where the defaults of program `whose` differ from mega's.
-        """
+        """Set keys of the new run.yaml that are not set yet to `values`, the defaults of the program `whose`."""
         for key, value in values.items():
             if key not in self._origins:
                 self.set_key(key, value, f"{whose} default")
@@ -182,7 +178,7 @@ class ForeignSettingsFile:
 
     def finish_translation(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> RunYamlTranslation:
         """Return the translation, with a note for every key of the settings file that is left untranslated.
-        The argument `reasons` has the texts.
+        The argument `reasons` has the texts of the notes, by patterns of keys; other keys are for the user to check.
         """
         auto = sorted(key for key, value in self._values.items() if value == "auto")
         if auto:
@@ -191,6 +187,10 @@ class ForeignSettingsFile:
                 "is auto: set by the training program, or by HuggingFace's arguments (--from-hf-args)",
                 ", ".join(auto),
             )
+        patterns = " ".join(text for rows in reasons.values() for text in rows.values()).split()
+        if not any(key in self._asked or any(fnmatchcase(key, each) for each in patterns) for key in self._values):
+            names = ", ".join(dict.fromkeys(key.partition(".")[0] for key in self._values))
+            self.refuse_combination(f"has no setting of such a file, only {names:.60}", f"give {self._description}")
         for key in sorted(self._left):
             found = (
                 (kind, why)
@@ -207,11 +207,16 @@ class ForeignSettingsFile:
 
 def _read(path: Path, description: str) -> Mapping[str, Any]:
     """Return the settings of a file of JSON or YAML."""
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder, and a file is required", hint=f"give {description}: JSON or YAML")
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: the file has no settings", hint=f"give {description}: JSON or YAML")
     if isinstance(values.get("model"), Mapping) and isinstance(values.get("data"), Mapping):
         raise ConfigError(f"{path}: is a run.yaml of mega already", hint=f"give {description}, or mega train {path}")
+    if {"model_type", "architectures"} <= values.keys():
+        hint = f"give {description}; the model itself is a setting: mega train run.yaml --set model.from={path.parent}"
+        raise ConfigError(f"{path}: is the config.json of a model", hint=hint)
     return values
 
 

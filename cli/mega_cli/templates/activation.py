@@ -18,7 +18,7 @@ class LeakyOptions(StrictConfig):
 
 
 def activate(x: Tensor, *, options: LeakyOptions) -> Tensor:
-    """Return the activation of each element of x."""
+    """Return max(0, x)^2 - slope max(0, -x) of each element of x."""
     return x.relu().square() - options.slope * (-x).relu()
 
 

@@ -21,7 +21,7 @@ class DistanceOptions(StrictConfig):
 def modify(
     score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *, options: DistanceOptions
 ) -> Tensor:
-    """Return the scaled scores, changed; of the positions only the difference has a meaning."""
+    """Return the scaled scores, less a penalty by distance; only differences of positions have a meaning."""
     return score - options.slope / (1 + head) * (query - key)
 
 

@@ -31,7 +31,7 @@ class LateLossOptions(StrictConfig):
 
 @dataclass(frozen=True)
 class LateLossSamples:
-    """Samples of one data set."""
+    """Windows of one data set's text in which only the last `share` of the tokens count in the loss."""
 
     windows: DatasetSamples[TrainingSample]
     share: float

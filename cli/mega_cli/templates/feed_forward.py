@@ -29,7 +29,7 @@ class BilinearOptions(StrictConfig):
 
 
 class BilinearFeedForward(nn.Module):
-    """Feed-forward block, its width split over the tensor ranks."""
+    """Bilinear feed-forward block, its width split over the tensor ranks."""
 
     def __init__(self, build: LayerBuilder, layer: int, options: BilinearOptions) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
 """Token mixer `my_extension`: causal attention whose heads have a learned temperature. Change it to yours.
+A recurrent one is written with `RecurrentMixer`: docs/extensions.md of mega has an example.
 
     y = softmax(exp(temperature) q k^T / sqrt(d)) v
 
@@ -31,7 +32,7 @@ class TemperatureOptions(StrictConfig):
 
 
 class TemperatureAttention(nn.Module):
-    """Mixer layer, heads split over the tensor ranks."""
+    """Causal attention with a learned temperature per head, its heads split over the tensor ranks."""
 
     def __init__(self, build: LayerBuilder, layer: int, options: TemperatureOptions) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class TemperatureAttention(nn.Module):
 
 
 def declare(model: ModelConfig, options: TemperatureOptions) -> BlockTraits:
-    """Return what the trainer may assume of the mixer."""
+    """Return what the trainer may assume: tensor ranks divide the heads, context parallelism works, and the FLOPs."""
     heads, size = model.num_attention_heads, model.query_key_head_dim
     return BlockTraits(heads=heads, context_parallel=True, flops_per_key=2 * heads * 2 * size)
 

@@ -18,7 +18,7 @@ class TanhOptions(StrictConfig):
 
 
 def normalize(x: Tensor, weight: Tensor | None, eps: float, *, options: TanhOptions) -> Tensor:
-    """Return the norm of x [.., D], each token alone; the weight [D] is None with `model.norm_weight: false`."""
+    """Return weight * tanh(gain x) of x [.., D]; the weight [D] is None with `model.norm_weight: false`."""
     y = (options.gain * x).tanh()
     return y if weight is None else y * weight
 

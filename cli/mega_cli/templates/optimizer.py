@@ -23,7 +23,7 @@ class LionOptions(StrictConfig):
 
 
 class Lion:
-    """Update of flat slices of the weights; checkpoints have its state by the names in `state`."""
+    """Lion optimizer for flat slices of the weights; checkpoints have its state by the names in `state`."""
 
     state = ("momentum",)
 

@@ -11,5 +11,5 @@ from typing import Any
 
 
 def my_extension(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-    """Return the reward of an answer to a prompt."""
+    """Return the reward of an answer: the share of its characters that are the letter of `record`."""
     return answer.lower().count(record["letter"]) / max(1, len(answer))

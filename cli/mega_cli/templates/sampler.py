@@ -22,7 +22,7 @@ class PairOptions(StrictConfig):
 
 
 def adjust(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, options: PairOptions) -> Tensor:
-    """Return the scores [V] of the next token, changed; -inf excludes a token."""
+    """Return the scores [V] of the next token, lower for tokens that repeat a pair; -inf excludes a token."""
     text = [*prompt, *generated]
     seen = sorted({second for first, second in pairwise(text) if first == text[-1]})
     scores = scores.clone()

@@ -17,7 +17,7 @@ class RootOptions(StrictConfig):
 
 
 def share(done: float, *, options: RootOptions) -> float:
-    """Return the share of `optimizer.lr - lr_schedule.min_lr` that remains when a share `done` of the decay has passed."""
+    """Return the share of the decay from `lr` to `lr_schedule.min_lr` that remains when a share `done` has passed."""
     remaining: float = 1 - done**options.power
     return remaining
 

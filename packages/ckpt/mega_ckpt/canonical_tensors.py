@@ -142,7 +142,10 @@ def _patch_merger(config: ModelConfig, vision: VisionConfig, prefix: str, norm_s
 
 
 def count_model_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model that `config` describes; tied embeddings count once, and tables of experts not."""
+    """Return the number of parameters of the model that `config` describes; tied embeddings count once.
+
+    Tables of experts by token id are not counted.
+    """
     return sum(math.prod(shape) for name, shape in canonical_tensors(config).items() if not name.endswith(EXPERT_TABLE))
 
 

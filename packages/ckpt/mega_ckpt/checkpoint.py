@@ -25,7 +25,8 @@ MAX_OPEN_SHARDS = 128
 
 
 class Checkpoint:
-    """An open mega checkpoint.
+    """Open mega checkpoint: its manifest, and random access to any part of any tensor.
+
     Files are mapped when first accessed; reading a slice reads only the bytes of that slice.
 
     With `verify`, each chunk that is accessed is read whole, once, and compared with its checksum.

@@ -156,13 +156,12 @@ class RenameCommitter:
 
 class ManifestCommitter:
     """Committer of checkpoints on an object store, where a checkpoint is complete once its manifest is uploaded.
-    A checkpoint is complete once its manifest, uploaded last, exists.
 
         <root>/step-00000100/manifest.json      committed: names the subfolder of its files
         <root>/step-00000100/1f9a.../           its files
         <root>/step-00000100/77c0.../           files of a save in progress, or of a killed one
 
-    A checkpoint exists if its manifest exists: it is written last and removed first.
+    The manifest is written last and removed first.
     """
 
     def __init__(self, root: RemotePath) -> None:
@@ -179,8 +178,8 @@ class ManifestCommitter:
         return get_checkpoint_step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Upload the manifest, which makes the checkpoint on the object store complete, then delete other saves of its step.
-        If the reply is lost, the result is unknown, so the files are kept.
+        """Upload the manifest, which makes the checkpoint complete, then delete other saves of its step.
+        If the reply of the object store is lost, the result is unknown, so the files are kept.
         """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
@@ -280,7 +279,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def make_durable_folder(folder: Path) -> None:
-    """Create a folder and its parents so that they survive a power failure."""
+    """Create a folder and its parents so that they survive a power failure; CheckpointError if it is a file."""
     if not folder.is_dir():
         make_durable_folder(folder.parent)
         try:
@@ -298,11 +297,10 @@ def list_checkpoints(root: Location) -> list[Location]:
 
 def latest_checkpoint(root: Location) -> Location | None:
     """Return the complete checkpoint of the highest step below `root`, or None if there is none.
-    Raises CheckpointError if it is damaged.
 
     Raises:
-        CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since that
-            would silently lose steps.
+        CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since
+            that would silently lose steps.
     """
     for path in reversed(get_checkpoint_committer(root).list_candidates()):
         try:
@@ -323,10 +321,9 @@ def delete_old_checkpoints(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
     """Delete old checkpoints below `root` and return their paths.
-    The newest `keep` (at least one; None keeps all), each whose step is a multiple of `keep_every`, and the one of step
-    `best` are kept.
 
-    The latest complete one is always kept; `keep=None` keeps all. Call it on one rank.
+    The newest `keep` (at least one; None keeps all), each whose step is a multiple of `keep_every`, and the one of step
+    `best` are kept. Call it on one rank.
     """
     if keep is None:
         return []

@@ -110,7 +110,9 @@ class TensorSliceSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the slices of all ranks tile each tensor, then let DCP assign the writes to ranks."""
+        """Check that the slices of all ranks tile each tensor, then let DCP assign the writes to ranks.
+        Raises CheckpointError for gaps, overlaps, and dtypes or shapes that differ among ranks.
+        """
         boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
         kinds: dict[str, tuple[torch.dtype, TensorShape]] = {}
         for item in (item for plan in all_plans for item in plan.items):
@@ -154,7 +156,7 @@ class TensorSliceLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Check the slices to fill against the checkpoint, then let DCP find the overlaps with saved chunks.
-        Names, shapes and dtypes are checked.
+        Names, shapes and dtypes are checked. Raises CheckpointError if a tensor is missing or differs.
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
@@ -266,8 +268,10 @@ class ShardStorageWriter(StorageWriter):
 
 
 class ShardStorageReader(StorageReader):
-    """Storage reader of torch.distributed.checkpoint (DCP) that reads the bytes that a rank's tensor slices need, and verifies checksums if asked.
-    `advance` is called with the number of bytes of each read.
+    """Storage reader of torch.distributed.checkpoint (DCP) that fills a rank's tensor slices from safetensors shards.
+
+    Only the bytes that the slices need are read, and with `verify` compared with their checksums. `advance` is called
+    with the number of bytes of each read.
     """
 
     def __init__(self, folder: Location, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:

@@ -62,15 +62,14 @@ def average_checkpoints(
     sources: Sequence[str | Location], destination: str | Location, *, weights: Sequence[float] | None = None
 ) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model.
-    The result is `destination`, a new mega checkpoint of step 0.
 
-    Each tensor is summed in fp32, or in fp64 if a source has it in fp64, and written in the dtype of the first source
-    (arXiv:2203.05482). Assets and buffers come from the first source. The step of the result is 0. The provenance has
-    the sources and their weights as `average`.
+    The result is `destination`, a new mega checkpoint of step 0. Each tensor is summed in fp32, or in fp64 if a source
+    has it in fp64, and written in the dtype of the first source (arXiv:2203.05482). Assets and buffers come from the
+    first source. The provenance has the sources and their weights as `average`.
 
     Args:
-        sources: two or more mega checkpoints, run folders (their latest checkpoint) or HuggingFace folders; an adapter is
-            merged into its base.
+        sources: two or more mega checkpoints, run folders (their latest checkpoint) or HuggingFace folders; an adapter
+            is merged into its base.
         destination: the folder to create.
         weights: one positive number per source, which are divided by their sum; default: equal weights.
 
@@ -144,7 +143,8 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 @contextlib.contextmanager
 def create_new_checkpoint_folder(destination: str | Location) -> Iterator[Location]:
     """Context manager that yields a temporary folder to fill with a new checkpoint.
-    The folder is renamed to `destination` on success and removed on error.
+    The folder is renamed to `destination` on success and removed on error. Raises CheckpointError if `destination`
+    exists already.
     """
     location = parse_location(destination)
     if isinstance(location, RemotePath):

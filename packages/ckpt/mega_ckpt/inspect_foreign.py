@@ -24,7 +24,7 @@ from mega_common.progress_logging import ProgressBar
 
 
 def is_hf_or_gguf_model(path: Location) -> bool:
-    """Return whether there is a HuggingFace folder or a GGUF file, rather than a mega checkpoint, at `path`."""
+    """Return whether a HuggingFace or LitGPT folder or a GGUF file, rather than a mega checkpoint, is at `path`."""
     if (path / MANIFEST).is_file():
         return False
     described = any((path / name).is_file() for name in (CONFIG, litgpt.FILE))

@@ -124,7 +124,6 @@ class SavedAdapter:
 
 def find_ema_weight_names(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of the weights that have an exponential moving average in the checkpoint.
-    Raises CheckpointError if there are none.
 
     Raises:
         CheckpointError: when there are none.
@@ -145,11 +144,10 @@ def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
 def check_adapter_modules(
     model: ModelConfig, lora: LoraConfig, shapes: Mapping[str, TensorShape], where: str
 ) -> dict[str, AdaptedModule]:
-    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts.
-    The adapter tensors in `shapes` must match them exactly.
+    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts, and check the adapter's tensors.
 
     Raises:
-        CheckpointError: naming one that is missing, unknown or of another shape.
+        CheckpointError: naming a tensor that is missing or unknown in `shapes`, or of another shape.
     """
     modules = adapted_modules(model, lora)
     hint = "give the model that the adapter was trained for"
@@ -296,11 +294,7 @@ def fingerprint_base_model(path: str, source: WeightSource) -> dict[str, str]:
 
 
 def check_adapter_base(saved: Mapping[str, str] | None, given: Mapping[str, str], where: str) -> None:
-    """Reject a base model other than the one that an adapter was trained on, by the digests of `fingerprint_base_model`.
-
-    Raises:
-        CheckpointError: when the digests of `fingerprint_base_model` differ.
-    """
+    """Raise CheckpointError if a base model is not the one that an adapter was trained on, by their digests."""
     if saved and saved.get("digest") and saved["digest"] != given["digest"]:
         raise CheckpointError(
             f"{where}: the adapter was trained on {saved.get('path')}, and {given['path']} has other weights",

@@ -115,8 +115,9 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
 def list_quantized_tensor_names(
     model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]
 ) -> frozenset[str]:
-    """Return the names of the tensors that `lora.quantize` stores quantized.
-    They are the weights of every projection that is not fully trained.
+    """Return the names of the projections' weights that `lora.quantize` stores quantized: all that are not trained.
+
+    Without `lora.quantize` there are none.
     """
     if lora is None or lora.quantize is None:
         return frozenset()

@@ -102,7 +102,8 @@ class Manifest(StrictConfig):
     tensors: dict[str, ManifestTensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the manifest's inconsistencies: invalid model settings, file names that are paths, and tensors that files do not cover.
+        """Yield the manifest's inconsistencies: invalid model settings, file names, tensors and byte ranges.
+
         They are checked before any file that the manifest names is opened.
         """
         yield from self.model.problems()
@@ -204,11 +205,7 @@ def _missing_manifest_error(folder: Location) -> NoCheckpointError:
 def make_checkpoint_manifest(
     step: int, model: ModelConfig, state: Mapping[str, Any], provenance: Mapping[str, Any] | None
 ) -> Manifest:
-    """Create a manifest without tensors and files; CheckpointError if `state` or `provenance` is not JSON.
-
-    Raises:
-        CheckpointError: when `state` or `provenance` is not JSON.
-    """
+    """Create a manifest without tensors and files; CheckpointError if `state` or `provenance` is not JSON."""
     try:
         manifest = Manifest(
             step=step, model=model, state=dict(state), provenance=dict(provenance or {}), files={}, tensors={}

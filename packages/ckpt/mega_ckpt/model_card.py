@@ -36,8 +36,9 @@ _SHAPE = (
 def build_model_cards(
     checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]
 ) -> dict[str, bytes]:
-    """Return {file name: Markdown text} of the model card of a checkpoint of a training run.
-    Cards on its data and training are included. The result is empty for a checkpoint without run settings.
+    """Return {file name: Markdown text} of the model card and the data card for an exported checkpoint of a run.
+
+    The result is empty for a checkpoint without run settings.
 
     Args:
         checkpoint: the checkpoint that is exported.

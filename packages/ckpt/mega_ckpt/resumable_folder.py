@@ -50,9 +50,7 @@ RunOnce = Callable[[str, bytes, Callable[[], FinishedFile]], FinishedFile]
 
 
 def write_without_journal(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-    """Write a file without a journal, so that no file is skipped.
-    Calls `make` to write it, and returns its result. This is a variant of `WriteJournal.write_once`.
-    """
+    """Call `make`, which writes a file, and return its result: `WriteJournal.write_once` without a journal."""
     return make()
 
 
@@ -156,7 +154,7 @@ class LocalJournal:
 
 
 class RemoteJournal:
-    """Journal on an object store by which an interrupted conversion resumes: each finished object has a small note object."""
+    """Journal on an object store by which an interrupted conversion resumes: a note for each finished object."""
 
     def __init__(self, folder: RemotePath) -> None:
         self.folder: Location = folder

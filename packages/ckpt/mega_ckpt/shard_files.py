@@ -192,7 +192,6 @@ class ShardFile:
 
     def read_chunk(self, key: str, dtype: torch.dtype, chunk: TensorChunk, *, verify: bool) -> Tensor:
         """Return a chunk of the tensor `key` as a view of the shard file's bytes.
-        With `verify`, raises CheckpointError if its checksum does not match.
 
         Raises:
             CheckpointError: when `verify` is set and the checksum does not match.
@@ -207,14 +206,9 @@ class ShardFile:
 
 
 def check_file_size(path: Location, size: Callable[[], int], entry: ManifestFileEntry, keys: Sequence[str]) -> None:
-    """Check that a shard file exists, is a regular file, and has the length recorded in the manifest.
-    The file at `path` contains the tensors `keys`; `entry` is its record in the manifest, and `size` returns its actual
-    length.
+    """Raise CheckpointError if a checkpoint's file is missing or has another length than the manifest's `entry`.
 
-    `size` returns its length.
-
-    Raises:
-        CheckpointError: otherwise.
+    The file at `path` contains the tensors `keys`; `size` returns its actual length.
     """
     try:
         found = size()

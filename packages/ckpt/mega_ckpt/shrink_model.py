@@ -187,7 +187,7 @@ class ShrunkSource(DerivedWeightSource):
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of the larger model's tensor."""
+        """Return the dtype of a tensor of the shrunk model, which is that of the larger model's tensor."""
         return self.base.tensor_dtype(self._source_indices(name)[0])
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:

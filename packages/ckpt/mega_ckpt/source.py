@@ -271,10 +271,10 @@ def read_model_config(
     families: Sequence[ModelFamily] = (),
 ) -> ModelConfig:
     """Return the model configuration at `path`.
-    It may be that of any weights that `open_weight_source` opens, of a HuggingFace folder without weights, or of a
-    config.json. With `warn`, unsupported parts are logged.
 
-    With `warn`, call `warn_of_unsupported_parts`. `families` come from extensions.
+    It may be that of any weights that `open_weight_source` opens, of a HuggingFace folder without weights, or of a
+    config.json. With `warn`, unsupported parts are logged (`warn_of_unsupported_parts`). `families` come from
+    extensions.
 
     Raises:
         CheckpointError: when there is no model, or an unsupported one.

@@ -129,7 +129,9 @@ class RemoteFolder:
         return _RemoteObject(self._path / name)
 
     def file_size(self, name: str) -> int:
-        """Return the length in bytes of an object as of the last `cache_sizes`, else the current one."""
+        """Return the length in bytes of an object as of the last `cache_sizes`, else the current one.
+        Raises FileNotFoundError for a name that `cache_sizes` did not list.
+        """
         if self._sizes is None:
             return (self._path / name).get_object_size()
         if name not in self._sizes:
@@ -259,9 +261,9 @@ def regular_file_size(folder: Path, name: str) -> int:
 
 def mmap_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
     """Return bytes [begin, end) of a file as a private memory map, uint8.
-    Bytes are read when used and released with the tensor. `whole` is a hint that all of them will be used.
 
-    With `whole`, exactly these bytes are requested from the disk at once; else the kernel's read-ahead decides.
+    Bytes are read when used and released with the tensor. With `whole`, a hint that all of them will be used, exactly
+    these bytes are requested from the disk at once; else the kernel's read-ahead decides.
     """
     if begin == end:
         return torch.empty(0, dtype=torch.uint8)

@@ -229,7 +229,6 @@ class AsyncSaver:
 
     def wait_for_save(self) -> Location | None:
         """Wait for the checkpoint save in flight; return its checkpoint folder, or None if there was none.
-        Raises CheckpointError if it failed.
 
         Raises:
             CheckpointError: when it failed.

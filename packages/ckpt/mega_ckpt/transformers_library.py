@@ -38,8 +38,8 @@ def import_transformers() -> Any:
 
 @contextmanager
 def convert_transformers_errors(kind: str, doing: str) -> Iterator[None]:
-    """Context manager that turns any error that transformers raises into a `CheckpointError`.
-    The error names the model type `kind` and the operation `doing`.
+    """Context manager that turns errors of transformers, except out of memory, into a `CheckpointError`.
+    The error names the model type `kind` and the operation `doing`. Errors of mega are raised unchanged.
     """
     try:
         yield

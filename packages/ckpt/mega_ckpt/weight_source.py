@@ -87,7 +87,7 @@ class DerivedWeightSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of a tensor of the changed source, by its canonical name."""
+        """Read `tensor[offset : offset + shape]` of a tensor in the base source, unless a subclass changes it."""
         return self.base.read_tensor_slice(name, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
@@ -174,7 +174,8 @@ def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
     """Return the JSON trainer state of a mega checkpoint for a training run of `model`.
-    The run has made `samples` samples and `updates` optimizer updates.
+
+    The run has consumed `samples` samples and made `updates` optimizer updates.
     """
     return {
         "consumed_samples": samples,

@@ -1,4 +1,4 @@
-"""Atomic files and folders (write to a temporary path, fsync, rename, fsync the folder), file locks, disk-full errors."""
+"""Atomic files and folders (write to a temporary path, fsync, rename), file locks and disk-full errors."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def convert_full_disk_error(error: BaseException, place: Path | str | None = Non
 
 
 def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | None]:
-    """Return (message, hint) for a user about an OSError that names a file.
-    The hint is `full` if the disk is full, else None.
-    """
+    """Return (message, hint) for an OSError that names a file; the hint is `full` for a full disk, else None."""
     hint = full if convert_full_disk_error(error) else None
     return f"{error.filename2 or error.filename}: {explain_read_error(error)}", hint
 
@@ -153,8 +151,8 @@ def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) ->
 
 @contextlib.contextmanager
 def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
-    """Context manager that yields a temporary file to write, which becomes `path` on success.
-    The file is next to `path`. On exit without an error it is renamed to `path`, replacing an existing file.
+    """Context manager that yields a temporary file to write, which replaces `path` on success.
+    The temporary file is next to `path`.
 
     After an error or a kill, `path` is unchanged. The temporary name begins with a dot and ends in `.tmp`, so that no
     reader matches it.
@@ -178,8 +176,8 @@ def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def create_atomic_folder(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder to fill, which becomes `path` on success.
-    The folder is next to `path`. On exit without an error it is renamed to `path`, replacing an existing folder.
+    """Context manager that yields a temporary folder to fill, which replaces `path` on success.
+    The temporary folder is next to `path`.
 
     An existing `path` is moved aside first and deleted last. After an error, or a kill in the block, `path` is
     unchanged. The caller must make the files in the temporary folder durable; the folder entries are made so here.
@@ -195,8 +193,8 @@ def create_atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def rename_folder_into_place(temporary: Path, path: Path) -> None:
-    """Rename a temporary folder, whose files are already durable, to its final path.
-    The folder `temporary` is on the same disk as `path`. An existing folder at `path` is replaced.
+    """Rename a temporary folder, whose files are already durable, to its final path; replace an existing one.
+    The folder `temporary` is on the same disk as `path`.
 
     An existing `path` is moved aside first and deleted last; after an error it gets its name back.
     """

@@ -165,8 +165,7 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def check_yaml_file_size(path: Path) -> None:
-    """Check that a YAML file, which another library loads with its own tags, is not too large to parse.
-    The limits are those in `BoundedYamlLoader`.
+    """Raise `ConfigError` for a YAML file beyond the limits of `BoundedYamlLoader`, before another library loads it.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.
@@ -256,13 +255,14 @@ def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None 
         raise error_type(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
 
 
-def refuse_lfs_pointer(path: object, head: bytes, error_type: type[MegaError]) -> None:
-    """Raise an error if the beginning `head` of a file is that of a Git LFS pointer.
+def refuse_lfs_pointer(path: Any, error_type: type[MegaError], head: bytes | None = None) -> None:
+    """Raise an error if a local file, or its beginning `head` if it was read already, is a Git LFS pointer.
 
     Raises:
+        OSError: if it cannot be read.
         MegaError: of type `error_type`.
     """
-    if head.startswith(GIT_LFS_POINTER):
+    if (read_file_start(path, len(GIT_LFS_POINTER)) if head is None else head).startswith(GIT_LFS_POINTER):
         raise error_type(f"{path}: is a Git LFS pointer, not the file itself", hint="fetch it: git lfs pull")
 
 

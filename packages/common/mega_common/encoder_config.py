@@ -20,11 +20,10 @@ _REQUIRED_VALUES = {
 
 
 class EncoderDecoderConfig(StrictConfig):
-    """Split of a model into encoder and decoder.
-    It has the number of first layers that form the encoder, the decoder's first token, and the bias of the logits.
+    """Split of a model's layers into an encoder, the first layers, and a decoder that attends to its output.
 
-    The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
-    output by cross attention.
+    The encoder has bidirectional attention over a separate sequence; the decoder attends to its output by cross
+    attention.
     """
 
     num_layers: LayerCount = Field(description="number of the model's layers, from the first, that form the encoder")
@@ -64,7 +63,8 @@ class TaskHeadConfig(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield names that do not fit the number of labels, and a mean for labels."""
         if self.names and len(self.names) != self.labels:
-            yield ConfigProblem("names", f"must have one name per label ({self.labels})", self.names)
+            hint = f"labels: {len(self.names)}"
+            yield ConfigProblem("names", f"must have one name per label (labels = {self.labels})", self.names, hint)
         if self.pooling == "mean" and self.kind != "embedding":
             yield ConfigProblem("pooling", "requires kind: embedding", "mean", "pooling: first")
 
@@ -85,21 +85,21 @@ def find_encoder_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield the settings of `model` that conflict with an encoder section or with relative position biases."""
     if model.position == "relative":
         if model.encoder is None:
-            yield ConfigProblem(
-                "position", "requires an encoder-decoder model", "relative", "set encoder, or position: rope"
-            )
+            yield ConfigProblem("position", "requires an encoder-decoder model", "relative", "position: rope")
         if model.attention_softcap or model.attention_sinks:
             rule = "is not supported with attention_softcap or attention_sinks"
             yield ConfigProblem("position", rule, "relative", "leave out attention_softcap and attention_sinks")
         if model.relative.buckets % 4 or model.relative.max_distance <= model.relative.buckets // 2:
             rule = f"must be a multiple of 4 and less than twice max_distance = {model.relative.max_distance}"
-            yield ConfigProblem("relative.buckets", rule, model.relative.buckets)
+            hint = "relative.buckets: 32, and relative.max_distance: 128"
+            yield ConfigProblem("relative.buckets", rule, model.relative.buckets, hint)
     if model.encoder is None:
         return
     if model.encoder.num_layers >= model.num_layers:
         rule = f"must be less than num_layers = {model.num_layers}, which counts encoder and decoder layers"
-        yield ConfigProblem("encoder.num_layers", rule, model.encoder.num_layers)
+        hint = f"num_layers: {model.num_layers + model.encoder.num_layers}"
+        yield ConfigProblem("encoder.num_layers", rule, model.encoder.num_layers, hint)
     for name, value in _REQUIRED_VALUES.items():
         if getattr(model, name) != value:
             fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "is not supported with encoder", hint=f"{fix}, or leave out encoder")
+            yield ConfigProblem(name, "is not supported with encoder", hint=fix)

@@ -1,4 +1,4 @@
-"""Entries of extensions: the dataclasses that a module outside of mega fills in to add mixers, objectives and more. No torch.
+"""Entries of extensions: dataclasses with which a module outside of mega adds mixers, objectives and more. No torch.
 
 `mega_trainer.extend` exports them; docs/extensions.md explains each kind.
 """
@@ -16,7 +16,7 @@ KernelOperation = Literal["rms_norm", "layer_norm", "attention", "gated_activati
 
 
 class NoOptions(StrictConfig):
-    """Options of an extension's entry that has no settings."""
+    """Empty options, for what an extension adds without settings."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PositionFunction:
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Modification of attention scores that an extension provides, as torch's FlexAttention defines it (arXiv:2412.05496).
+    """Modification of attention scores that an extension provides, as in torch's FlexAttention (arXiv:2412.05496).
 
     Attributes:
         modify: differentiable function `(score, batch, head, query, key, *, options) -> score` of the scaled scores and int64

@@ -8,22 +8,36 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MegaError
 from mega_common.extension_entries import Extension
 from mega_common.progress_logging import logger
+from mega_common.strict_config import StrictConfig
 
 EXTENSION_API = 1  # version of the interfaces in mega_trainer.extend
 OLDEST_API = 1  # versions from this one on are loaded, with a warning
 FILE_MODULE = "mega_extension_"  # begin of the module names of extensions that are given as files
 GROUP = "mega.extensions"  # entry points of installed packages
+_BLOCK = {"build": "build, layer, options", "declares": "model, options"}
+# Functions of an entry, by its kind, and the arguments that mega passes to each; those after * are passed by name.
+CALLS: Mapping[str, Mapping[str, str]] = {
+    "mixers": _BLOCK, "feed_forwards": _BLOCK, "norms": {"normalize": "x, weight, eps, *, options"},
+    "activations": {"activate": "x, *, options"}, "positions": {"encode": "x, positions, *, options"},
+    "attention_scores": {"modify": "score, batch, head, query, key, *, options"},
+    "objectives": {"token_loss": "log_probs, log_normalizers, *, options"}, "optimizers": {"build": "settings, options"},
+    "schedules": {"share": "done, *, options"}, "callbacks": {"build": "options"},
+    "data_kinds": {"build": "part, context, num_samples, *, options"},
+    "samplers": {"adjust": "scores, prompt, generated, *, options"}, "tokenizers": {"build": ""},
+}  # fmt: skip
 
 
 def find_installed_extensions() -> dict[str, EntryPoint]:
@@ -31,18 +45,25 @@ def find_installed_extensions() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def locate_error(error: Exception, package: str) -> str:
-    """Return the file and line where an extension raised an error, such as `(mine.py, line 2)`.
-    It is the last line of its file or `package` in the traceback, else the innermost line; "" for a syntax error, whose
-    message has the place.
+@contextmanager
+def name_extension_in_errors(title: str, package: str, hint: str = "correct the extension") -> Iterator[None]:
+    """Convert errors of an extension's code to a `ConfigError` with its `title`, and file and line.
+    That is the last line of its file or `package` in the traceback, else the innermost line; a syntax error has the place in its
+    message.
     """
-    if isinstance(error, SyntaxError):
-        return ""
-    return find_extension_line(error, package) or _format_lines(list(traceback.walk_tb(error.__traceback__)))
+    try:
+        yield
+    except MegaError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = find_extension_line(error, package) or _format_lines(list(traceback.walk_tb(error.__traceback__)))
+        where = "" if isinstance(error, SyntaxError) else f" {where}"
+        raise ConfigError(f"{title} raised {type(error).__name__}: {error}{where}", hint=hint) from error
 
 
-def find_extension_line(error: Exception, package: str = "") -> str:
-    """Return the innermost line of an extension's file or `package` in an error's traceback, such as `(mine.py, line 2)`.
+def find_extension_line(error: BaseException, package: str = "") -> str:
+    """Return the innermost line of an extension's code in an error's traceback, such as `(mine.py, line 2)`.
+
     It is "" without one.
     """
     return _format_lines(
@@ -61,28 +82,21 @@ def _format_lines(lines: list[tuple[FrameType, int]]) -> str:
 
 
 def load_extension(reference: str) -> Extension:
-    """Import one extension.
+    """Import one extension from a file, a package's folder, an entry point or a module, and check its interfaces.
 
     Raises:
         ConfigError: for an extension that is missing, raises, or was written for other interfaces.
     """
-    try:
+    hint = "correct the extension, or remove it from extensions"
+    with name_extension_in_errors(f"extension {reference}: loading it", reference.partition(".")[0], hint):
         found = _import_reference(reference)
-    except ConfigError:
-        raise
-    except Exception as error:
-        where = locate_error(error, reference.partition(".")[0])
-        raise ConfigError(
-            f"extension {reference}: loading it raised {type(error).__name__}: {error} {where}".rstrip(),
-            hint="correct the extension, or remove it from extensions",
-        ) from error
     extension = getattr(found, "EXTENSION", None) if isinstance(found, ModuleType) else found
     if not isinstance(extension, Extension):
         raise ConfigError(
             f"extension {reference}: must have a constant EXTENSION of type mega_trainer.extend.Extension",
             hint="see docs/extensions.md, or run mega new mixer NAME for an example",
         )
-    _check_entry_types(reference, extension)
+    _check_entries(reference, extension)
     if not OLDEST_API <= extension.api <= EXTENSION_API:
         raise ConfigError(
             f"extension {reference}: was written for version {extension.api} of mega's interfaces, and this mega has "
@@ -95,16 +109,44 @@ def load_extension(reference: str) -> Extension:
     return extension
 
 
-def _check_entry_types(reference: str, extension: Extension) -> None:
-    """Raise `ConfigError` for an entry of another type than its kind has, such as a class in place of a `Block`."""
+def _check_entries(reference: str, extension: Extension) -> None:
+    """Raise `ConfigError` for an entry of another type than its kind has, or with options or functions of another form."""
     for field, kind in get_type_hints(Extension).items():
         if (arguments := get_args(kind)) and get_origin(kind) is Mapping:
             for name, entry in getattr(extension, field).items():
+                where = f"extension {reference}: {field}[{name!r}]"
                 if not isinstance(entry, arguments[1]):
                     raise ConfigError(
-                        f"extension {reference}: {field}[{name!r}] must be a {arguments[1].__name__}, found {entry!r}",
+                        f"{where} must be a {arguments[1].__name__}, found {entry!r}",
                         hint=f"write {field}={{{name!r}: {arguments[1].__name__}(...)}}; see docs/extensions.md",
                     )
+                options = getattr(entry, "options", StrictConfig)
+                if not (isinstance(options, type) and issubclass(options, StrictConfig)):
+                    raise ConfigError(f"{where}.options must be a subclass of StrictConfig, found {options!r:.60}")
+                for attribute, names in CALLS.get(field, {}).items():
+                    names = names.replace("x,", "gate, up,") if getattr(entry, "gated", False) else names
+                    check_call(f"{where}.{attribute}", getattr(entry, attribute), names)
+
+
+def check_call(where: str, function: Any, names: str) -> None:
+    """Check that a function of an extension accepts the arguments `names`, such as `x, *, options`.
+    Built-in functions, whose parameters Python does not know, are not checked.
+
+    Raises:
+        ConfigError: if it does not; `where` is the name of the function in the extension.
+    """
+    positional, _, keywords = names.partition("*, ")
+    name = "__init__" if isinstance(function, type) else getattr(function, "__name__", "function")
+    hint = f"write def {name}({'self, ' if name == '__init__' or inspect.ismethod(function) else ''}{names})"
+    try:
+        inspect.signature(function).bind(*filter(None, positional.split(", ")), **dict.fromkeys(keywords.split()))
+    except ValueError:
+        return
+    except TypeError:
+        if not inspect.isbuiltin(function):
+            found = f"{name}{inspect.signature(function)}" if callable(function) else f"{function!r:.60}"
+            text = f"{where} must be a function with the arguments ({names}), found {found}"
+            raise ConfigError(text, hint=hint) from None
 
 
 def _import_reference(reference: str) -> Any:
@@ -120,7 +162,9 @@ def _import_reference(reference: str) -> Any:
     if spec is None:
         raise ConfigError(
             f"extension {reference}: is neither installed nor a module that Python finds",
-            hint=f"install its package, or give its path: ./{reference}.py",
+            hint="give a Python file, ./FILE.py, or a folder with an __init__.py"
+            if Path(reference).exists()
+            else f"install its package, or give its path: ./{reference}.py",
         )
     return importlib.import_module(reference)
 

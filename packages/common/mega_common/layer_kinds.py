@@ -138,10 +138,12 @@ class MambaConfig(StrictConfig):
         The groups must divide the number of heads, and lower limits must not be above upper limits.
         """
         if self.num_heads % self.num_groups:
-            yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
+            hint = f"num_groups: {find_largest_divisor(self.num_heads, self.num_groups)}"
+            yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups, hint)
         for name, (low, high) in (("dt_limit", self.dt_limit), ("dt_init", self.dt_init)):
             if high is not None and low > high:
-                yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
+                rule = "must be a lower and an upper limit, in this order"
+                yield ConfigProblem(name, rule, [low, high], f"{name}: [{high}, {low}]")
 
 
 class Mamba1Config(StrictConfig):
@@ -171,12 +173,12 @@ class Mamba1Config(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules of the Mamba-1 settings: the lower limit of dt_init must not be above the upper one."""
         if self.dt_init[0] > self.dt_init[1]:
-            rule = "the lower limit must be at most the upper limit"
-            yield ConfigProblem("dt_init", rule, list(self.dt_init))
+            rule, (high, low) = "must be a lower and an upper limit, in this order", self.dt_init
+            yield ConfigProblem("dt_init", rule, list(self.dt_init), f"dt_init: [{low}, {high}]")
 
 
 class HybridConfig(StrictConfig):
-    """Configuration of hybrid mixers, attention and Mamba-2 side by side in a layer, as in Falcon-H1 (arXiv:2507.22448).
+    """Configuration of hybrid mixers: attention and Mamba-2 side by side, as in Falcon-H1 (arXiv:2507.22448).
 
     Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`; these
     are factors on their inputs, outputs and projections.
@@ -272,16 +274,18 @@ class MlaConfig(StrictConfig):
         if self.indexer is None:
             return
         if self.q_lora_rank is None:
-            yield ConfigProblem("q_lora_rank", "is required with indexer, whose queries come from it", hint="set it")
+            hint = "set q_lora_rank, or leave out indexer"
+            yield ConfigProblem("q_lora_rank", "is required with indexer, whose queries come from it", hint=hint)
         if self.indexer.head_dim < self.qk_rope_head_dim:
             rule = f"must be at least qk_rope_head_dim = {self.qk_rope_head_dim}"
-            yield ConfigProblem("indexer.head_dim", rule, self.indexer.head_dim)
+            hint = f"indexer.head_dim: {self.qk_rope_head_dim}"
+            yield ConfigProblem("indexer.head_dim", rule, self.indexer.head_dim, hint)
         if self.scaled_latents:
             yield ConfigProblem("scaled_latents", "is not supported with indexer", True, "scaled_latents: false")
 
 
 class CompressedAttentionConfig(StrictConfig):
-    """Configuration of DeepSeek-V4's attention: layers `swa` with a sliding window alone, `csa` and `hca` with compressed entries.
+    """Configuration of DeepSeek-V4's attention: a sliding window (`swa`), or also compressed entries (`csa`, `hca`).
 
     `head_dim` of the model is the size of a head; all heads share one, which is key and value. `rope` rotates layers with entries,
     `local_rope` the others. An entry of `csa` is from `csa_rate` tokens and as many before, and an indexer selects the `top_k`
@@ -321,7 +325,8 @@ class GatedDeltaConfig(StrictConfig):
         """Yield violated rules between the head counts of gated delta net layers."""
         if self.num_value_heads % self.num_key_heads:
             rule = f"must divide num_value_heads = {self.num_value_heads}"
-            yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
+            hint = f"num_key_heads: {find_largest_divisor(self.num_value_heads, self.num_key_heads)}"
+            yield ConfigProblem("num_key_heads", rule, self.num_key_heads, hint)
 
 
 class KimiDeltaConfig(StrictConfig):
@@ -391,7 +396,13 @@ def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -
     used = dict.fromkeys(half for layer in layers for half in (*layer, *layer.mixers))
     for kind, is_given in given.items():
         if kind in used and not is_given:
-            yield ConfigProblem(kind, "is required: layers names layers of this kind")
+            hint = f"give the section {kind}, or leave these layers out of layers"
+            yield ConfigProblem(kind, "is required: layers names layers of this kind", hint=hint)
+
+
+def find_largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 NORM_EPS = 1e-5  # of the norm inside Megatron's Mamba-2 layers, independent of the model's

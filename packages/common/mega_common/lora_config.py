@@ -61,7 +61,7 @@ class LoraConfig(StrictConfig):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    yield ConfigProblem(key, f"must be regular expressions ({error})", pattern)
+                    yield ConfigProblem(key, f"must be regular expressions ({error})", pattern, "correct the pattern")
 
     def get_adapter_rank(self, module: str) -> int | None:
         """Return the LoRA rank of a module, None for a module without an adapter.

@@ -51,6 +51,7 @@ from mega_common.layer_kinds import (
     RepeatedLayers,
     ShortConvolutionConfig,
     expand_layer_pattern,
+    find_largest_divisor,
     validate_layer_pattern,
 )
 from mega_common.model_rules import find_model_config_problems
@@ -114,7 +115,7 @@ class RopeConfig(StrictConfig):
 
 
 class MoeConfig(StrictConfig):
-    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block, in all layers or those in `layers`.
+    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block of all or some layers.
 
     The router's scores are fp32: a function of x W^T, such as a softmax over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
@@ -202,14 +203,18 @@ class MoeConfig(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the numbers of experts, chosen experts and expert groups."""
         if self.num_experts % self.groups:
-            yield ConfigProblem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
+            hint = f"groups: {find_largest_divisor(self.num_experts, self.groups)}"
+            yield ConfigProblem("groups", f"must divide num_experts = {self.num_experts}", self.groups, hint)
         elif self.top_k > (most := self.num_router_outputs // self.groups * self.top_groups):
-            yield ConfigProblem("top_k", f"must be at most the {most} experts a token may use", self.top_k)
+            yield ConfigProblem(
+                "top_k", f"must be at most the {most} experts a token may use", self.top_k, f"top_k: {most}"
+            )
         if self.top_groups > self.groups:
-            yield ConfigProblem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
+            rule, hint = f"must be at most groups = {self.groups}", f"top_groups: {self.groups}"
+            yield ConfigProblem("top_groups", rule, self.top_groups, hint)
         if self.layers == []:
             yield ConfigProblem(
-                "layers", "must name at least one layer", hint="leave out moe, or layers for all layers"
+                "layers", "must name at least one layer", [], "leave out layers, for experts in all layers"
             )
         if self.bias_rate and not self.selection_bias:
             yield ConfigProblem("bias_rate", "requires selection_bias", self.bias_rate, "selection_bias: true")
@@ -220,9 +225,10 @@ class MoeConfig(StrictConfig):
             rule = "is not supported with score: sparsemixer and sinkhorn"
             yield ConfigProblem("hash_layers", rule, self.hash_layers, "leave it out")
         if self.choice == "logits" and self.groups > 1:
-            yield ConfigProblem("choice", "is not supported with groups", "logits", "choice: scores")
+            yield ConfigProblem("choice", f"is not supported with groups = {self.groups}", "logits", "choice: scores")
         if self.shared_gate and not self.shared_ffn_hidden_size:
-            yield ConfigProblem("shared_gate", "requires a shared expert", hint="set shared_ffn_hidden_size")
+            hint = "shared_gate: false, or set shared_ffn_hidden_size"
+            yield ConfigProblem("shared_gate", "requires a shared expert", True, hint)
         if self.separate_norms and (
             not self.shared_ffn_hidden_size
             or self.shared_gate
@@ -238,7 +244,9 @@ class MoeConfig(StrictConfig):
             yield ConfigProblem("zero_experts", rule, self.zero_experts, "zero_experts: 0")
         if self.shortcut and (not self.shared_ffn_hidden_size or self.separate_norms or self.output_norm):
             rule = "requires shared_ffn_hidden_size, and no separate_norms and output_norm"
-            yield ConfigProblem("shortcut", rule, True, "set shared_ffn_hidden_size, the width of the layer's MLP")
+            yield ConfigProblem(
+                "shortcut", rule, True, "shortcut: false, or set shared_ffn_hidden_size, the MLP's width"
+            )
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
     @property
@@ -619,7 +627,8 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads, the norm position and the feed-forward width of this layer.
+        """Return the configuration with the attention heads, norm position and feed-forward width of one layer.
+
         That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
         """
         position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
@@ -657,8 +666,13 @@ class ModelConfig(StrictConfig):
         return kind is not None and not self.shared_norm and not separate
 
     def get_attention_window(self, layer: int) -> int | None:
-        """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
+        """Return the sliding attention window of a layer in keys, the query's own included; None: full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
+
+    @property
+    def has_attention_windows(self) -> bool:
+        """True if a layer has a sliding attention window."""
+        return any(self.get_attention_window(layer) for layer in range(self.num_layers))
 
     @property
     def has_output_bias(self) -> bool:
@@ -748,7 +762,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
+        """Return the token mixer of the layer with this index (of MIXERS or an extension); None without one."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -781,12 +795,12 @@ class ModelConfig(StrictConfig):
 
     @property
     def last_stage_layers(self) -> int:
-        """Number of layers that must be on the last pipeline stage: those with shared keys and values, and their sources."""
+        """Number of layers that must be on the last pipeline stage: those with shared keys, and their sources."""
         return self.num_layers - min(self.key_value_sources, default=self.num_layers)
 
     @property
     def most_pipeline_stages(self) -> int:
-        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        """Largest number of pipeline stages with a layer each and, at both ends, the layers that must be there."""
         ends = self.first_stage_layers, self.last_stage_layers
         return max(1, self.num_layers - sum(max(0, end - 1) for end in ends))
 
@@ -830,8 +844,9 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _apply_reward_defaults(cls, raw: Any) -> Any:
-        """Disable tied embeddings and MTP layers of a model without an output layer, and the heads of an encoder that its
-        task does not use: a task head of ModernBERT keeps the dense layer, others of encoders have a pooler.
+        """Disable what a model with a score or task head does not have: tied embeddings, MTP layers and encoder heads.
+
+        A task head of ModernBERT keeps the dense layer; others of encoders have a pooler.
         """
         if not isinstance(raw, dict) or not (raw.get("score") or raw.get("task_head")):
             return raw

@@ -138,9 +138,7 @@ class RemotePath(str):
         return stream  # type: ignore[no-any-return]
 
     def glob_object_versions(self) -> dict[str, ObjectVersion]:
-        """Return {URL: size and version} of all objects that match this glob, or are at or below this path, sorted by name.
-        Objects match it as a glob, or are at or below it if it is not a glob.
-        """
+        """Return {URL: size and version}, by name, of all objects that match this glob, or are at or below this path."""
         with self._connect() as (files, path):
             entries = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
             return {

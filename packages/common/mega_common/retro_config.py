@@ -22,7 +22,6 @@ _REQUIRED_VALUES = {
 
 class RetroConfig(StrictConfig):
     """Configuration of retrieval (Retro, arXiv:2112.04426).
-    Chunks of text have retrieved neighbors, to which decoder layers attend.
 
     Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
     neighbors, and the decoder's tokens after a chunk attend to its output.
@@ -48,7 +47,7 @@ class RetroConfig(StrictConfig):
         return 2 * self.chunk_length
 
     def list_retrieval_layers(self, count: int) -> list[int]:
-        """Return the sorted indices of the layers, out of `count` decoder layers, that attend to retrieved neighbors."""
+        """Return the sorted indices of those of `count` decoder layers that attend to retrieved neighbors."""
         return list(range(5 if count <= 15 else 8, count, 3)) if self.layers is None else sorted(set(self.layers))
 
 
@@ -59,13 +58,15 @@ def find_retro_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     layers = model.retrieval_layers
     if not layers:
         rule = f"must name at least one of the {model.num_layers} layers"
-        yield ConfigProblem("retro.layers", rule, model.retro.layers, "set retro.layers, counted from 0")
+        yield ConfigProblem("retro.layers", rule, model.retro.layers, "retro.layers: [0]")
     elif layers[-1] >= model.num_layers:
-        yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1])
+        hint = f"use numbers from 0 to {model.num_layers - 1}"
+        yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1], hint)
     for name, value in _REQUIRED_VALUES.items():
         if getattr(model, name) != value:
             fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "is not supported with retro", hint=f"{fix}, or leave out retro")
+            yield ConfigProblem(name, "is not supported with retro", hint=fix)
     if model.position == "learned" and model.retro.neighbor_length > model.max_position:
         rule = f"must be at most half of max_position = {model.max_position}, the length of a neighbor"
-        yield ConfigProblem("retro.chunk_length", rule, model.retro.chunk_length)
+        hint = f"retro.chunk_length: {model.max_position // 2}"
+        yield ConfigProblem("retro.chunk_length", rule, model.retro.chunk_length, hint)

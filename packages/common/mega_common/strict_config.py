@@ -32,8 +32,24 @@ class ConfigProblem:
     hint: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {self.value!r}"
+        shown = "" if self.value is None else f" = {format_setting_value(self.value)}"
         return f"{self.path or '(whole file)'}{shown}: {self.rule}" + (f" -> {self.hint}" if self.hint else "")
+
+
+def format_setting_value(value: object) -> str:
+    """Return a value of a setting as a user writes it in YAML or JSON: true, null, 'a/path', [1, 2]."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {format_setting_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_setting_value, value)) + "]"
+    if isinstance(value, BaseModel):
+        return format_setting_value(value.model_dump(mode="json", exclude_unset=True))
+    names: dict[object, str] = {True: "true", False: "false", None: "null"}
+    return (
+        names[value]
+        if value is None or isinstance(value, bool)
+        else repr(str(value) if isinstance(value, Path) else value)
+    )
 
 
 _PYDANTIC_RULES = {
@@ -50,9 +66,9 @@ _PYDANTIC_RULES = {
 
 _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of that meaning
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "orpo": "simpo", "chat": "conversations",
-    "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
+    "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
 }  # fmt: skip
-MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_SUGGESTED_DEPTH = 3, 4, 2
+MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_OPTIONS, MAX_SUGGESTED_DEPTH = 3, 4, 8, 2
 
 
 class StrictConfig(BaseModel):
@@ -71,7 +87,6 @@ class StrictConfig(BaseModel):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
         """Validate a raw mapping and build the configuration of this class.
-        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.
@@ -83,7 +98,7 @@ class StrictConfig(BaseModel):
 
 
 def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
-    """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin of the configuration."""
+    """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin."""
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
@@ -120,7 +135,12 @@ def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
         earlier = by_path.get(problem.path)
         rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
         by_path[problem.path] = replace(problem, rule=", or ".join(rules))
-    return list(by_path.values())
+    deeper = [path for path in by_path if "." in path]
+    return [
+        problem  # not that a value is no text, if it is a list with a problem inside
+        for path, problem in by_path.items()
+        if not (problem.rule.startswith("must be a ") and any(other.startswith(f"{path}.") for other in deeper))
+    ]
 
 
 def _remove_keys(raw: Mapping[str, Any], locations: Iterable[Sequence[int | str]]) -> dict[str, Any]:
@@ -148,13 +168,26 @@ def _rules_of_valid_parts(cls: type[StrictConfig], raw: Mapping[str, Any], path:
 
 def _rule_problems(config: StrictConfig, path: str) -> Iterator[ConfigProblem]:
     for problem in config.problems():
-        yield replace(problem, path=f"{path}.{problem.path}".strip("."))
+        full = f"{path}.{problem.path}".strip(".")
+        hint = _qualify_hint(problem.hint, path, full, type(config)) if path else problem.hint
+        yield replace(problem, path=full, hint=hint)
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         for index, item in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
             if isinstance(item, StrictConfig):
                 label = (field.alias or name) + ("" if index is None else f".{index}")
                 yield from _rule_problems(item, f"{path}.{label}".strip("."))
+
+
+def _qualify_hint(hint: str, path: str, key: str, section: type[StrictConfig]) -> str:
+    """Return a hint about the section at `path` with settings of the whole file: `head_dim: 8` as `set model.head_dim=8`.
+    `key` is the whole path of the setting with the problem.
+    """
+    field = rf"(?:{'|'.join(f.alias or name for name, f in section.model_fields.items())})(?:\.[a-z_.0-9]+)?\b(?!=)"
+    hint = re.sub(rf"(?:set )?\b({field}): (\[[^\]]*\]|[^\s,]+)", rf"set {path}.\1=\2", hint)
+    listed = rf"\b(?:leave out|remove|set) {field}(?:(?:, | and ){field})*"
+    hint = re.sub(listed, lambda found: re.sub(rf"\b({field})", rf"{path}.\1", found[0]), hint)
+    return hint.replace("leave it out", f"leave out {key}").replace("leave out", "remove")
 
 
 def _section_type(annotation: object) -> type[StrictConfig] | None:
@@ -180,6 +213,8 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
     if detail["type"] == "literal_error" and isinstance(value, str):
         meant = find_near_option(value, re.findall(r"'([^']*)'", rule))
         hint = f"did you mean {meant!r}?" if meant else ""
+    elif rule.startswith("must be a section"):
+        hint = _suggest_section_key(_find_section(cls, location), path, value)
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
@@ -214,7 +249,7 @@ def describe_pydantic_rule(message: str) -> str:
 
 
 def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | str]:
-    """Return the parts of a pydantic error location that exist in the document (pydantic adds names of union members)."""
+    """Return the parts of a pydantic error location that the document has (not names of union members)."""
     existing: list[int | str] = []
     for part in location:
         keys = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, Mapping) else ()
@@ -224,13 +259,32 @@ def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | st
     return existing
 
 
+def _suggest_section_key(section: type[StrictConfig], path: str, value: object) -> str:
+    """Return the hint for a value in place of a section: its key that has the value as an option, else its keys."""
+    fields = sorted(section.model_fields.items(), key=lambda each: not each[1].is_required())
+    options: dict[str, list[str]] = {}
+    for key, field in fields:
+        found = [option for each in (field.annotation, *get_args(field.annotation)) for option in get_args(each)]
+        options[key] = [option for option in found if isinstance(option, str)]
+    if fits := next((key for key, names in options.items() if value in names), None):
+        return f"set {path}.{fits}={value}"
+    if fields and (names := options[fields[0][0]]):  # such as `kind` of `recompute`
+        return f"set {path}.{fields[0][0]} to one of {', '.join(names[:MAX_OPTIONS])}"
+    return f"its keys are {', '.join([key for key, _ in fields][:MAX_OPTIONS])}" if fields else ""
+
+
 def _list_known_keys(cls: type[StrictConfig], location: Sequence[str]) -> list[str]:
+    return [field.alias or name for name, field in _find_section(cls, location).model_fields.items()]
+
+
+def _find_section(cls: type[StrictConfig], location: Sequence[str]) -> type[StrictConfig]:
+    """Return the class of the innermost section on the path `location` below a configuration class."""
     for part in location:
         match = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
         section = _section_type(match.annotation) if match else None
         if section is not None:
             cls = section
-    return [field.alias or name for name, field in cls.model_fields.items()]
+    return cls
 
 
 def load_yaml_mapping(path: Path) -> dict[str, Any]:

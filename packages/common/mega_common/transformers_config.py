@@ -10,9 +10,9 @@ from mega_common.strict_config import StrictConfig
 
 
 class TransformersModuleConfig(StrictConfig):
-    """Content of the model's config.json, and shape of each of its tensors by the name that transformers gives it.
+    """Model that runs as a module of the transformers library: its config.json, and the shape of each tensor.
 
-    Tensors are the parameters, tied ones once, and the persistent buffers.
+    Tensors are the parameters, tied ones once, and the persistent buffers, by the names that transformers gives them.
     """
 
     config: dict[str, Any]

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
+from mega_common.layer_kinds import find_largest_divisor
+from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig, format_setting_value
 from mega_common.transformers_config import VisionModuleConfig
 
 TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # prefixes of tensor names
@@ -144,14 +145,14 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt.
-        It is `image` between the `begin` and `end` token texts, as the processors of Gemma 3 and Qwen write it.
+        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts.
+        The processors of Gemma 3 and Qwen write it so.
         """
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
     def has_variable_tokens(self) -> bool:
-        """True if images have different numbers of placeholder tokens: with tiles, at native resolution, with a module."""
+        """True if images differ in their number of placeholder tokens: tiles, native resolution or a module."""
         return self.pinpoints is not None or self.native is not None or self.module is not None
 
     @property
@@ -228,36 +229,46 @@ class VisionConfig(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the vision settings: sizes, tiles, native resolution and special tokens."""
         if self.image_size % self.patch_size:
-            yield ConfigProblem("image_size", f"must be a multiple of patch_size = {self.patch_size}", self.image_size)
+            hint = f"image_size: {max(1, self.image_size // self.patch_size) * self.patch_size}"
+            rule = f"must be a multiple of patch_size = {self.patch_size}"
+            yield ConfigProblem("image_size", rule, self.image_size, hint)
         if self.hidden_size % self.num_attention_heads:
             heads = self.num_attention_heads
-            yield ConfigProblem("hidden_size", f"must be a multiple of num_attention_heads = {heads}", self.hidden_size)
+            hint = f"num_attention_heads: {find_largest_divisor(self.hidden_size, heads)}"
+            rule = f"must be a multiple of num_attention_heads = {heads}"
+            yield ConfigProblem("hidden_size", rule, self.hidden_size, hint)
         if not 0 <= self.num_used_layers <= self.num_layers:
             rule = f"must be from {-self.num_layers - 1} to {self.num_layers}"
-            yield ConfigProblem("feature_layer", rule, self.feature_layer)
+            yield ConfigProblem("feature_layer", rule, self.feature_layer, "feature_layer: -1")
         if self.feature_class and not self.class_token:
-            yield ConfigProblem("feature_class", "requires class_token", hint="feature_class: false")
+            yield ConfigProblem("feature_class", "requires class_token", True, "feature_class: false")
         if self.bidirectional_windows and not self.bidirectional:
-            yield ConfigProblem("bidirectional_windows", "requires bidirectional", True, "bidirectional: true")
+            hint = "bidirectional: true, or bidirectional_windows: false"
+            yield ConfigProblem("bidirectional_windows", "requires bidirectional", True, hint)
         if self.image_size // self.patch_size % self.pool:
-            rule = f"must divide the {self.image_size // self.patch_size} patches of a side"
-            yield ConfigProblem("pool", rule, self.pool)
+            side = self.image_size // self.patch_size
+            hint = f"pool: {find_largest_divisor(side, self.pool)}"
+            yield ConfigProblem("pool", f"must divide the {side} patches of a side", self.pool, hint)
         elif self.pool > 1 and self.feature_class:
             yield ConfigProblem("pool", "is not supported with feature_class", self.pool, "feature_class: false")
         if self.pinpoints is not None:
             if self.projector != "mlp" or self.pool > 1 or self.feature_class or self.bidirectional:
                 rule = "requires projector: mlp, without pool, feature_class and bidirectional"
-                yield ConfigProblem("pinpoints", rule, hint="leave these out")
+                yield ConfigProblem("pinpoints", rule, hint="leave out pinpoints")
             if any(side % self.image_size for resolution in self.pinpoints for side in resolution):
-                yield ConfigProblem("pinpoints", f"must be multiples of image_size = {self.image_size}", self.pinpoints)
+                rule, hint = f"must be multiples of image_size = {self.image_size}", "change pinpoints or image_size"
+                yield ConfigProblem("pinpoints", rule, self.pinpoints, hint)
         if (self.native is not None) != (self.projector == "merger"):
-            yield ConfigProblem("native", "requires projector: merger, and vice versa", hint="give both or neither")
+            hint = "leave out native" if self.native else "projector: mlp"
+            yield ConfigProblem("native", "requires projector: merger, and projector: merger requires it", hint=hint)
         elif self.native is not None:
             yield from self._find_native_problems(self.native)
         if (self.begin_token is None) != (self.end_token is None):
-            yield ConfigProblem("begin_token", "requires end_token, and vice versa", hint="give both or neither")
+            one, other = ("begin_token", "end_token") if self.end_token is None else ("end_token", "begin_token")
+            yield ConfigProblem(one, f"requires {other}", getattr(self, one), f"leave out {one}, or set {other}")
         if self.feature_norm and self.num_used_layers != self.num_layers:
-            yield ConfigProblem("feature_norm", "requires the output of the last layer", hint="feature_layer: -1")
+            rule = "requires the output of the last layer (feature_layer: -1)"
+            yield ConfigProblem("feature_norm", rule, True, "feature_layer: -1")
 
     def _find_native_problems(self, native: NativeResolutionConfig) -> Iterator[ConfigProblem]:
         required = {
@@ -265,26 +276,41 @@ class VisionConfig(StrictConfig):
         }  # fmt: skip
         for name, value in required.items():
             if getattr(self, name) != value:
-                yield ConfigProblem(name, f"must be {value} with native", getattr(self, name))
+                shown = format_setting_value(value)
+                yield ConfigProblem(name, f"must be {shown} with native", getattr(self, name), f"{name}: {shown}")
         if native.window is not None and native.window % (self.patch_size * native.merge):
             rule = f"must be a multiple of patch_size x merge = {self.patch_size * native.merge}"
-            yield ConfigProblem("native.window", rule, native.window)
+            side = self.patch_size * native.merge
+            hint = f"native.window: {max(1, native.window // side) * side}"
+            yield ConfigProblem("native.window", rule, native.window, hint)
         if native.window is not None and any(layer >= self.num_layers for layer in native.full_layers):
             yield ConfigProblem(
-                "native.full_layers", f"must be layer numbers up to {self.num_layers - 1}", native.full_layers
+                "native.full_layers",
+                f"must be layer numbers up to {self.num_layers - 1}",
+                native.full_layers,
+                f"use numbers from 0 to {self.num_layers - 1}",
             )
         if isqrt(native.positions) ** 2 != native.positions:
             yield ConfigProblem(
-                "native.positions", "must be a square number, the size of a square table", native.positions
+                "native.positions",
+                "must be a square number, the size of a square table",
+                native.positions,
+                f"native.positions: {isqrt(native.positions) ** 2}",
             )
         if any(a >= b for a, b in pairwise((*native.deepstack, self.num_layers))):
             rule = f"must be increasing layer numbers up to {self.num_layers - 1}"
-            yield ConfigProblem("native.deepstack", rule, native.deepstack)
+            yield ConfigProblem("native.deepstack", rule, native.deepstack, "native.deepstack: []")
         if native.min_pixels > native.max_pixels:
             yield ConfigProblem(
-                "native.min_pixels", f"must be at most max_pixels = {native.max_pixels}", native.min_pixels
+                "native.min_pixels",
+                f"must be at most native.max_pixels = {native.max_pixels}",
+                native.min_pixels,
+                f"native.min_pixels: {native.max_pixels}",
             )
         if self.hidden_size // self.num_attention_heads % 4:
             yield ConfigProblem(
-                "hidden_size", "must give a head size that is a multiple of 4 (2D RoPE)", self.hidden_size
+                "hidden_size",
+                "must give a head size that is a multiple of 4 (2D RoPE)",
+                self.hidden_size,
+                f"hidden_size: {-(-self.hidden_size // self.num_attention_heads // 4) * 4 * self.num_attention_heads}",
             )

@@ -214,15 +214,13 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
 
 def assign_samples_to_ranks(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
     """Assign the samples of a step to data-parallel ranks, equally many each and with about equal work.
-    The attention work of the samples is `work`; there are `ranks` ranks. Returns sample numbers, int64 [ranks, samples
-    / ranks].
 
     If all samples have equal work, they are assigned by number. Otherwise the largest come first, each to the rank with
     the least work so far that has fewer than its share (Graham 1969). So the n-th samples of the ranks, which wait for
     each other if gradients or weights are exchanged after every micro-batch, have about equal work as well.
 
     Args:
-        work: int64 [samples].
+        work: attention work of each sample, int64 [samples].
 
     Returns:
         Sample numbers, int64 [ranks, samples / ranks].

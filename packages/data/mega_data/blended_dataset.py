@@ -118,9 +118,9 @@ class BlendedDataset:
         }
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return the number of passes over each data set's tokens within the first samples of a blend.
-        The result is {path in the configuration: number of passes within samples 0 to `k` - 1}. All data sets of a glob
-        count as one path.
+        """Return {configured path: number of passes over its data within the blend's samples 0 to `k` - 1}.
+
+        All data sets of a glob count as one path.
         """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
@@ -324,5 +324,5 @@ def _estimate_epoch_samples(part: DatasetPart, config: DataConfig) -> float:
         return part.num_tokens / config.seq_length
     neighbors = open_dataset_neighbors(part.source.neighbors if part.source else None, part.reader)
     chunks = neighbors.chunks.find_sequence_chunks(part.first, part.last)
-    neighbors.check_split_disjoint(chunks)
+    neighbors.check_split_overlap(chunks)
     return len(chunks) * neighbors.info.chunk_length / config.seq_length

@@ -205,8 +205,9 @@ class DatasetSource(StrictConfig):
 
 
 class BlendRestartPoint(StrictConfig):
-    """Restart point of a blend that was changed at a resume.
-    It has the number of samples consumed by then, and samples read of each data set, by path.
+    """Numbers of samples consumed by the time when a resumed run changed its data blend.
+
+    They are the total, and the samples read of each data set, by path.
     """
 
     samples: int = Field(ge=0)
@@ -340,7 +341,7 @@ class DataConfig(StrictConfig):
         return {source.kind or self.kind for source in self.all_sources}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules of the split, of order `megatron` and of the dataset kinds."""
+        """Yield violated rules of the `data` section: dataset kinds, raw data, streaming, splits, weights and order."""
         yield from self._find_kind_problems()
         yield from self._find_raw_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
@@ -379,7 +380,7 @@ class DataConfig(StrictConfig):
 
     @property
     def raw_sources(self) -> list[DatasetSource]:
-        """Data sets of all splits that are raw data to be tokenized into token files, in order."""
+        """Raw data sets of train, valid and test, in this order, without those of kind `prompts`."""
         return [source for source in self.all_sources if source.is_raw and (source.kind or self.kind) != "prompts"]
 
     def is_streamed(self, source: DatasetSource) -> bool:
@@ -395,7 +396,8 @@ class DataConfig(StrictConfig):
         for name in ("train", "valid", "test"):
             for i, source in enumerate(getattr(self, name) or []):
                 yield from find_raw_source_problems(f"{name}.{i}", source, source.kind or self.kind)
-        yield from self.raw.find_kind_problems(source.kind or self.kind for source in raw)
+        kinds = [source.kind or self.kind for source in raw]
+        yield from self.raw.find_kind_problems(kinds, prompts="prompts" in self.dataset_kinds)
 
     def _find_kind_problems(self) -> Iterator[ConfigProblem]:
         if "fim" in self.dataset_kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:

@@ -113,7 +113,9 @@ class ExtensionBackend:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> ExtensionEncoding:
-        """Return the token ids of a text, all of which is ordinary text; there are no special tokens to add."""
+        """Return the token ids of a text, all of which is ordinary text; there are no special tokens to add.
+        Raises DataError for an id that is not in the vocabulary.
+        """
         found = [int(token) for token in self._call("encode", self._code.encode, text)]
         if unknown := [token for token in found if token not in self._names]:
             raise DataError(f"{self._where}: encode returned the id {unknown[0]}, which is not in the vocabulary")
@@ -126,7 +128,7 @@ class ExtensionBackend:
     encode_batch_fast = encode_batch
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids; ids outside the vocabulary have none, and the end token only if not skipped."""
+        """Return the text of token ids; unknown ids, and the end token if special tokens are skipped, are left out."""
         hidden = self._ids.get(self.end_token or "", -1) if skip_special_tokens else -1
         known = [token for token in ids if token in self._names and token != hidden]
         return str(self._call("decode", self._code.decode, known))
@@ -136,7 +138,7 @@ class ExtensionBackend:
         return dict(self._ids)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        """Return no tokens, since all text is encoded as text."""
+        """Return an empty mapping, since tokenizers of extensions have no added tokens."""
         return {}
 
     def token_to_id(self, name: str) -> int | None:

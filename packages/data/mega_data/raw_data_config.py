@@ -59,8 +59,8 @@ class RawDataConfig(StrictConfig):
     )
     workers: PositiveInt | None = Field(None, description="encoding threads; default: the usable cores")
 
-    def find_kind_problems(self, kinds: Iterable[str]) -> Iterator[ConfigProblem]:
-        """Yield settings that no dataset kind in `kinds`, those of raw data, uses."""
+    def find_kind_problems(self, kinds: Iterable[str], *, prompts: bool = False) -> Iterator[ConfigProblem]:
+        """Yield settings that no dataset kind in `kinds`, those of raw data, uses; `prompts`: there are prompts as well."""
         kinds, default = set(kinds), RawDataConfig()
         for key in sorted(RawDataConfig.model_fields):
             users = KINDS_OF_SETTING.get(key, ())
@@ -69,6 +69,8 @@ class RawDataConfig(StrictConfig):
                 continue
             need = f"data.kind = {' or '.join(users)}" if users else "raw data of another data.kind"
             rule = f"requires {need if kinds else 'raw data, such as data.train: chats.jsonl'}"
+            if prompts and not kinds:
+                rule = "is not supported with data.kind = prompts, whose texts the model gets as they are"
             yield ConfigProblem(f"raw.{key}", rule, getattr(self, key), f"remove data.raw.{key}")
         if "pairs" in kinds and self.loss_on == "all":
             yield ConfigProblem("raw.loss_on", "conflicts with data.kind = pairs", "all", "loss_on: answers")

@@ -54,8 +54,9 @@ class TextPiece(NamedTuple):
 
 
 class TextSegmentBoundary(NamedTuple):
-    """Position where one segment of a long text ends and the next begins, and the text before it.
-    The preceding text (`lead`) is put before the next segment so that it encodes as in the whole text.
+    """Cut of a long text: the end of a segment, the begin of the next one, and the text to encode before that.
+
+    The tokens of that text (`lead`) are removed again, so that the next segment encodes as in the whole text.
     """
 
     end: int
@@ -100,7 +101,7 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
-                refuse_lfs_pointer(self.path, file.read(64), DataError)
+                refuse_lfs_pointer(self.path, DataError, file.read(64))
             raise DataError(
                 f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
                 hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",
@@ -146,17 +147,17 @@ class Tokenizer:
         return text
 
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
-        """Split a long text into segments that together encode to the tokens of the whole text.
-        The text is given in blocks; segments have `size` to 2 x `size` characters. `leads` are texts to try before a
-        segment.
+        """Split a long text into segments that encode to the tokens of the whole text, or are not `exact`.
 
         The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
-        hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call.
+        hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call. Segments
+        have `size` to 2 x `size` characters.
 
         A cut is made at a position where the text around it encodes to the same tokens with and without the cut. The
-        space between two words is dropped there if the tokenizer puts one before each text; other cuts need a lead with
-        such a tokenizer. Text without such a position, such as a million digits in a row, is cut where it at least
-        decodes to the same text, and the piece is not `exact`. If there is no such position, the rest is one piece.
+        space between two words is dropped there if the tokenizer puts one before each text; other cuts need one of
+        `leads`, texts to try before a segment, with such a tokenizer. Text without such a position, such as a million
+        digits in a row, is cut where it at least decodes to the same text, and the piece is not `exact`. If there is no
+        such position, the rest is one piece.
         """
         blocks, text, start, more, lead = iter(blocks), "", 0, True, ""
         while True:

@@ -53,7 +53,7 @@ def convert_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Tokenizer:
-    """Convert a tokenizer file of another format (such as tiktoken) to a HuggingFace tokenizer.
+    """Convert a SentencePiece, tiktoken or tekken file to a tokenizer.json, if both encode `texts` to equal tokens.
     It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
 
     A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before

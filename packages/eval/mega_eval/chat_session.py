@@ -24,9 +24,8 @@ from mega_eval.text_stream import GenerationLimits
 def load_chat_template(
     model: str | Location, tokenizer: Path | None = None, file: Path | None = None, extensions: Sequence[str] = ()
 ) -> ChatTemplate:
-    """Load the chat template of a model.
-    It is the template stored with `model`, or the one in the folder of another `tokenizer`; a template `file` replaces
-    both. `extensions` may have the family of the folder.
+    """Load a chat template: that of `file` if given, else of the folder of `tokenizer` if given, else of `model`.
+    `extensions` may have the family of the folder.
 
     Raises:
         DataError: when there is no chat template.

@@ -36,8 +36,8 @@ LayerFunction = Callable[[Tensor, ForwardContext], Tensor]  # hidden states [N, 
 
 
 def build_cpu_layer_function(model: Decoder) -> LayerFunction:
-    """Return a function that applies all layers of a decoder with a KV cache, faster on a CPU.
-    It maps hidden states [N, 1, D]. Where `model` itself is as fast, such as on a GPU, return `model`.
+    """Return a faster function of all layers of a decoder on a CPU, with a KV cache; for other models `model` itself.
+    It maps hidden states [N, 1, D].
 
     The function keeps references to the current weights: call this again after replacing them.
     """

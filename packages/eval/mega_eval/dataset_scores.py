@@ -182,7 +182,7 @@ def check_token_ids_in_vocabulary(prefix: Path, vocab_size: int) -> None:
 
 
 def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DatasetInfo | None:
-    """Check that a data set has the vocabulary and tokenizer of a model, and return the data set's info.
+    """Check that a data set fits a model's vocabulary, tokenizer and positions, and return its info; None without info.
     `tokenizer` is the model's, or None to skip that comparison.
 
     Raises:
@@ -215,7 +215,6 @@ def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokeni
 @dataclass(frozen=True)
 class PreferenceAccuracy:
     """Share of preference pairs in which a reward model scores the chosen answer higher, and the mean margin.
-    In these pairs it scores the chosen answer above the rejected one.
 
     Attributes:
         accuracy: share of pairs whose chosen answer has the larger score.

@@ -37,9 +37,7 @@ class NgramDrafter:
         self._texts, self._longest = texts, longest
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request by n-gram lookup in its prompt.
-        There are none for any request if there are more requests than the configured maximum.
-        """
+        """Return draft tokens for each request by n-gram lookup in its prompt; none for more requests than configured."""
         if self._texts is not None and len(requests) > self._texts:
             return [[] for _ in requests]
         return [self._find_continuation(request.prompt, request.limits.max_new_tokens) for request in requests]
@@ -93,7 +91,8 @@ class ModelDrafter:
 def make_drafter(
     draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
 ) -> Drafter | Literal["mtp"] | None:
-    """Return the configured source of draft tokens for speculative decoding with a model.
+    """Return the source of draft tokens for speculative decoding that `draft` names, or None for no drafts.
+
     `draft` names the source: the result is the string `mtp`, since the engine builds that one itself, or a draft model
     in an engine of its own with `cache_tokens` and `batch_size`.
 
@@ -115,8 +114,8 @@ def make_drafter(
 
 
 def choose_default_drafter(model: Decoder) -> Drafter | None:
-    """Return the default source of draft tokens for speculative decoding, or None.
-    It is n-gram lookup for fp32 or fp64 on a CPU, where verifying the drafts of a few texts costs little.
+    """Return an n-gram drafter for an fp32 or fp64 model on a CPU, else None.
+    On a CPU, verifying the drafts of a few texts costs little.
 
     Half precision has none: its logits often tie, and the rounding of larger GEMMs would change which token wins.
     """

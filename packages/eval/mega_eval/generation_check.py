@@ -1,4 +1,4 @@
-"""Comparison of generation with training: the inference engine's log-probabilities against those of a training batch."""
+"""Comparison of generation with training: log-probabilities of the inference engine and of a training batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _TokenNumbers:
 
 
 def compare_generation_with_training(case: LayoutCase) -> GenerationFindings | str:
-    """Compare the log-probabilities of generated text with those of one training forward of the same tokens.
+    """Compare log-probabilities of generated text with a training forward's, or return why a model has no comparison.
 
     Generation computes the prompt in chunks and new tokens one by one, with a cache. If it differs, the first activation
     that differs is found in a second generation.
@@ -93,7 +93,7 @@ def compare_generation_with_training(case: LayoutCase) -> GenerationFindings | s
 def _generate_text(
     model: Decoder, prompt: list[int], *, fused_cpu_layers: bool = True
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the log-probabilities, fp64, of the prompt's tokens but the first and of the new tokens; and the new tokens.
+    """Return fp64 log-probabilities of the prompt's tokens but the first and of the new tokens; and the new tokens.
 
     Those of the prompt are left out if it is an encoder's input.
     """
@@ -113,7 +113,11 @@ def _generate_text(
 
 @contextmanager
 def record_activations(model: Decoder) -> Iterator[StepRecord]:
-    """Record the outputs of a model's mixers, feed-forward blocks and layers for the tokens of one sequence in order."""
+    """Yield a record that has, after the `with` block, a model's activations for the tokens of one sequence.
+
+    These are the outputs of its mixers, feed-forward blocks and layers, by name; the forward passes in the block may
+    compute the tokens in chunks, in order.
+    """
     parts: dict[str, list[torch.Tensor]] = {}
 
     def add_hook(name: str, module: nn.Module) -> RemovableHandle:

@@ -1,4 +1,4 @@
-"""Downstream tasks of EleutherAI's lm-evaluation-harness, used as a library for tasks and metrics, and its model interface.
+"""Downstream tasks and metrics of EleutherAI's lm-evaluation-harness, and its interface of a model.
 
 Requests are encoded, truncated and windowed as in the harness's own `hf` model, so that scores agree sample by sample.
 """
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        """Id of the token that ends a text."""
+        """Id of the token that ends a text; None if the tokenizer has none."""
         return self.text.tokenizer.eos_id
 
     @property
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Fingerprint of the tokenizer, which the lm-evaluation-harness uses as its name in caches of encoded requests."""
+        """Fingerprint of the tokenizer, by which the harness names it in caches of encoded requests."""
         return self.text.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

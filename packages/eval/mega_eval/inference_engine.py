@@ -173,7 +173,7 @@ class InferenceEngine:
         self._layers = build_cpu_layer_function(self._model)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove the LoRA adapter `name`.
+        """Remove the LoRA adapter `name` from the engine; it must not be in use.
 
         Raises:
             DataError: when a request uses it.
@@ -281,7 +281,7 @@ class InferenceEngine:
         return []
 
     def _share_prefix_pages(self, row: RequestState) -> None:
-        """Give the row the cached pages of rows with an identical prefix; at least its last token has to be computed."""
+        """Give the row the cached pages of rows with an identical prefix, without its last token."""
         if not self._shares_prefixes or row.request.prompt_logprobs or row.request.images:
             return
         hashes = hash_full_pages(row.tokens[:-1], adapter=row.request.adapter, page_size=self._page_size)

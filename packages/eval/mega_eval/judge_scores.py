@@ -71,7 +71,7 @@ class JudgedPrompt:
 
 
 def read_judged_prompts(file: Path) -> list[JudgedPrompt]:
-    """Return the prompts in a JSON lines file, with `prompt` (text) or `messages`, and optionally `reference`, in each line.
+    """Return the prompts of a JSON lines file: `prompt` (text) or `messages` in each line, optionally `reference`.
 
     Raises:
         DataError: when the file cannot be read, or a line has another form.

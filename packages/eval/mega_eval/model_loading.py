@@ -136,8 +136,9 @@ def remove_lora_adapter(model: nn.Module, name: str, selection: PerRowAdapterSel
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the LoRA parameters of a model or all others, with their positions in the checkpoint's tensors.
-    `adapters` True selects the LoRA parameters; each comes with the positions of its elements.
+    """Return a model's LoRA parameters, or all others, with their positions in the checkpoint's tensors.
+
+    `adapters` True selects the LoRA parameters.
     """
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
@@ -389,7 +390,7 @@ def warn_unsupported_settings(path: str | Location, extensions: Sequence[str] = 
 
 
 def _load_generation_config(path: str | Location, extensions: Sequence[str]) -> Mapping[str, Any]:
-    """Return generation_config.json, or the generation settings of config.json if there is none, as transformers does."""
+    """Return generation_config.json, or without it the generation settings of config.json, as transformers does."""
     assets = open_inference_source(path, None, extensions).asset_files()
     if "generation_config.json" in assets:
         return _parse_json_asset(assets["generation_config.json"], "generation_config.json")
@@ -406,12 +407,9 @@ def _parse_json_asset(asset: Path | bytes | None, name: str) -> Mapping[str, Any
 
 
 def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
-    """Raise DataError if sequences are too long for the model's learned position embeddings.
-    With other positions, only warn if the model was trained for fewer than `length` tokens. `what` names the sequences
-    in the message.
+    """Raise DataError if sequences are too long for learned position embeddings; with other positions only warn.
 
-    Raises:
-        DataError: naming `what`.
+    The warning is for more tokens than the model was trained for; `what` names the sequences in both messages.
     """
     if length <= config.max_position:
         return

@@ -19,7 +19,8 @@ from mega_eval.engine_requests import RequestState
 from mega_eval.paged_cache import PagedCache, RequestTokenSpan
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.device import to_device
-from mega_trainer.model.decoder import Decoder, apply_embedding_scale
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.input_embeddings import apply_embedding_scale
 from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
 

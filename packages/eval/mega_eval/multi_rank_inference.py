@@ -1,4 +1,4 @@
-"""Inference on several ranks: replicas of a model, calls that rank 0 broadcasts to the others, and short garbage collections."""
+"""Inference on several ranks: replicas of a model, and calls that rank 0 broadcasts to the others."""
 
 from __future__ import annotations
 
@@ -238,16 +238,12 @@ class BroadcastingEngine(InferenceEngine):
         return number
 
     def cancel_request(self, request: int) -> None:
-        """Cancel a request in this engine and queue the call for the other ranks, which repeat it before the next step."""
+        """Cancel a request in this engine and queue the call, which other ranks repeat before the next step."""
         super().cancel_request(request)
         self._calls.append(partial(InferenceEngine.cancel_request, request=request))
 
     def load_adapter(self, name: str, base: str, folder: str) -> None:
-        """Refuse to load an adapter while the engine runs; without loaded ones there is none to unload.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise `ConfigError`: adapters cannot be loaded at run time on several ranks."""
         raise ConfigError(
             "loading adapters at run time is not supported on several ranks", hint="start with --adapter NAME=FOLDER"
         )

@@ -113,7 +113,7 @@ class PageAllocator:
             del self._page_of_hash[self._hash_of_page.pop(page)]
 
     def _find_gap(self, wanted: int) -> int:
-        """Return the page to start a run at: in the middle of the widest gap, so that the row before it can grow too."""
+        """Return the page to start a run at: amid the widest gap, so that the row before it can grow too."""
         while not self._blank.any() or (np.count_nonzero(self._blank) < wanted and self._cached):
             page, _ = self._cached.popitem(last=False)
             self._unregister_page(page)
@@ -207,7 +207,7 @@ class RequestTokenSpan:
         return _page_slot_runs(self.pages, self.total, self.page_size)
 
     def split_at_chunks(self, positions: range, size: int) -> Iterator[tuple[range, int]]:
-        """Yield the parts of a range of positions in chunks of `size` tokens, each with the position of its first key."""
+        """Yield the parts of a range of positions in chunks of `size` tokens, each with its chunk's first position."""
         while positions:
             first = positions.start - positions.start % size
             yield positions[: first + size - positions.start], first
@@ -237,6 +237,7 @@ def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dty
         and config.attention_softcap is None
         and config.position not in ("alibi", "relative")
         and supports_flash_head_size(config.query_key_head_dim)
+        and any({"attention", "swa"} & {*kind.mixers} for kind in config.layer_kinds)  # others need a mask
     )
     return (get_flash_page_size(device, dtype) if fused else None) or PAGE
 
@@ -296,7 +297,7 @@ class PagedCache:
     def _attend_single_tokens(
         self, layer: int, q: Tensor, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
-        """Return the attention output [N, 1, H, e] of the rows with a single new token, from their queries [N, H, d]."""
+        """Return the attention output [N, 1, H, e] of rows with one new token, from their queries [N, H, d]."""
         held, kind = self._held[layer], (window, attend.chunked)
         if (len(q) > 1 or q.is_cuda) and self._attention != "rows":
             if kind not in self._paged_rows:

@@ -54,7 +54,7 @@ def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows
 
 @torch.inference_mode()
 def accumulate_importance(model: Decoder, windows: Iterable[Tensor]) -> PartImportance:
-    """Return the importance of the layers, heads, MLP neurons and channels of `model` over token windows int64 [1, S]."""
+    """Return the importance of a model's layers, heads, MLP neurons and channels over token windows int64 [1, S]."""
     size = model.config.query_key_head_dim
     found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
 

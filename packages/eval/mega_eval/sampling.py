@@ -25,7 +25,7 @@ from torch import Tensor
 from mega_ckpt.families.config_entries import split_words
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.extension_entries import Sampler
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import seeded_generator
 
@@ -36,7 +36,7 @@ NOT_A_NUMBER, NO_CHOICE, CHOSEN_LATER = -1, -2, -3  # in place of a token id
 
 @dataclass(frozen=True)
 class BoundSampler:
-    """Sampler of an extension with its options: a function of the scores [V] of the next token and the tokens before it."""
+    """Sampler of an extension with its options: a function of next-token scores [V] and the tokens before it."""
 
     name: str
     adjust: Callable[..., Tensor]
@@ -129,7 +129,7 @@ class Sampling(StrictConfig):
 
     @property
     def bound_sampler(self) -> BoundSampler | None:
-        """Function of the sampler, or None without one.
+        """Sampler that `bind_token_sampler` has bound, or None if the settings name none.
 
         Raises:
             ConfigError: when the settings name a sampler, and `bind_token_sampler` was not called.
@@ -275,7 +275,7 @@ def _list_edits(
 
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
-    """Check the token ids of sampling settings.
+    """Raise `DataError` if a token id of sampling settings is outside the vocabulary.
 
     Raises:
         DataError: when one is outside the vocabulary.
@@ -487,7 +487,7 @@ def list_unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
     refused = {**_UNSUPPORTED, **_UNSUPPORTED_DRAWN}
     known = {*_ALWAYS, *_DRAWN, *_HARMLESS, *(() if drawn else _UNSUPPORTED_DRAWN)}
     names = sorted(name for name in raw if name not in known and _is_set(raw, name, refused.get(name, ())))
-    return [f"{name} = {raw[name]!r:.60}" for name in names]
+    return [f"{name} = {format_setting_value(raw[name]):.60}" for name in names]
 
 
 def parse_token_ids(value: object) -> list[int]:

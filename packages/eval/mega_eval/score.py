@@ -51,7 +51,7 @@ class Score:
 
 @dataclass
 class PrefixTreeRow:
-    """Batch row of packed (context, continuation) pairs to score, in which pairs with a common prefix share its columns.
+    """Batch row of packed (context, continuation) pairs to score; pairs with a common prefix share its columns.
 
     Attributes:
         tokens, positions: of each column.
@@ -69,9 +69,9 @@ class PrefixTreeRow:
     _path: list[int] = field(default_factory=list)  # its columns
 
     def try_add_pair(self, number: int, pair: ContextContinuation, extra_columns: int) -> bool:
-        """Add a (context, continuation) pair to the row, if it does not become too long.
-        `number` is the index of the pair. Return False, and add nothing, if the row would have more than
-        `extra_columns` columns in addition to those of its first sequence.
+        """Add a (context, continuation) pair unless the row becomes too long, and return whether it was added.
+        `number` is the index of the pair. A row is too long with more than `extra_columns` columns in addition to
+        those of its first sequence.
 
         A pair that shares most of its columns may exceed this limit by the length of the first sequence.
         """

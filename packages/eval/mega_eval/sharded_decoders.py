@@ -53,9 +53,7 @@ class PipelineDecoder(Decoder):
         )
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens of the first pipeline stage, hidden states [B, S, D].
-        On ranks without the first pipeline stage it is an empty buffer of that shape.
-        """
+        """Return embedded tokens [B, S, D] on the first pipeline stage; an uninitialised buffer on other ranks."""
         if self.stage.embeds:
             return super().embed_inputs(tokens, positions, *more, **named)
         return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
@@ -156,7 +154,7 @@ class WeightGatheringDecoder(Decoder):
 
 
 class GatheredDecoder(WeightGatheringDecoder):
-    """Decoder for inference, whole on every rank but for the weights, which are gathered on use."""
+    """Decoder for inference with all layers on every rank, whose sharded weights are gathered on use."""
 
 
 class GatheredPipelineDecoder(WeightGatheringDecoder, PipelineDecoder):

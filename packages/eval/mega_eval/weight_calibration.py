@@ -27,7 +27,7 @@ WINDOW, WINDOWS = 512, 64  # tokens of a sequence, and sequences, at most
 
 @dataclass(frozen=True)
 class TextCalibration:
-    """Second moments of the inputs of a decoder's linear layers on a text file or a token data set.
+    """Calibration text of a quantization, which gives the second moments of the inputs of linear layers.
 
     Attributes:
         model: folder, file or URL of the model, whose weights are not quantized.
@@ -64,7 +64,7 @@ class TextCalibration:
         return f"{self.description}, {zlib.crc32(torch.cat(self.sequences).numpy().tobytes()):08x}"
 
     def iterate_moments(self) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """Yield (canonical names of weights, X X^T [I, I] in fp32) for the weights that have the same inputs X [I, tokens].
+        """Yield (canonical names of weights, X X^T [I, I] in fp32) of weights with the same inputs X [I, tokens].
 
         The model runs in fp32, one layer after the other on all sequences. Experts are left out.
 

@@ -259,10 +259,10 @@ class TrainingEngine:
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
         """Yield all weights as (name, whole tensor) under HuggingFace names, as vLLM and SGLang load them.
-        The weights come in lists of about `bucket_bytes`; all ranks must iterate over all of them.
 
-        The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
-        memory, each in one allocation for one collective call. All ranks must iterate over all buckets.
+        The weights come in lists (buckets) of about `bucket_bytes`; all ranks must iterate over all of
+        them. They are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets
+        are in memory, each in one allocation for one collective call.
 
         Args:
             bucket_bytes: largest bytes of a bucket; a larger tensor gets a bucket of its own.
@@ -309,8 +309,8 @@ class TrainingEngine:
             )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
-        """Restore weights, optimizer state and step from a checkpoint of any parallel layout.
-        It is the newest checkpoint in `folder`, or `folder` itself if that is a checkpoint.
+        """Restore weights, optimizer state and step from `folder`: its newest checkpoint, or itself if it is one.
+        The checkpoint may be of any parallel layout.
 
         Raises:
             CheckpointError: when the folder holds no checkpoint.

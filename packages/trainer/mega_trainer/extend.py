@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
     from mega_data.kinds.running_text import build_text_samples
     from mega_data.sampling.dataset_parts import DatasetPart
+    from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
+    from mega_trainer.kernels.kernel_interface import Kernels
     from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
     from mega_trainer.kernels.sequence_chunks import SequenceChunks
     from mega_trainer.model.attention import AttentionCore
@@ -71,111 +73,52 @@ if TYPE_CHECKING:
 
 # Parts that import torch or numpy, by the module that has them.
 _PARTS = {
-    "AllowedValuesEntry": "mega_ckpt.families.config_entries",
-    "AttentionCore": "mega_trainer.model.attention",
-    "build_text_samples": "mega_data.kinds.running_text",
-    "canonical_tensors": "mega_ckpt.canonical_tensors",
-    "ColumnParallelLinear": "mega_trainer.parallel.tensor_parallel",
-    "ConfigMismatchError": "mega_ckpt.families.config_entries",
-    "DatasetContext": "mega_data.kinds.dataset_kind",
-    "DatasetPart": "mega_data.sampling.dataset_parts",
-    "DatasetSamples": "mega_data.kinds.dataset_kind",
-    "ElementwiseUpdate": "mega_trainer.optim.elementwise",
-    "FeedForward": "mega_trainer.model.feed_forward",
-    "FinishedStep": "mega_trainer.run.step_callbacks",
-    "FixedFieldsEntry": "mega_ckpt.families.config_entries",
-    "ForwardContext": "mega_trainer.model.forward_context",
-    "KeyEntry": "mega_ckpt.families.config_entries",
-    "KeyValueHeadsEntry": "mega_ckpt.families.config_entries",
-    "LayerBuilder": "mega_trainer.model.layer_builder",
-    "LLAMA": "mega_ckpt.families.llama_decoders",
-    "ModelFamily": "mega_ckpt.families.family",
-    "MultiHeadEntry": "mega_ckpt.families.config_entries",
-    "Norm": "mega_trainer.model.norms",
-    "pass_recurrent_states": "mega_trainer.parallel.recurrent_state",
-    "RecurrentMixer": "mega_trainer.model.recurrent_mixer",
-    "RopeEntry": "mega_ckpt.families.rope_entries",
-    "RowParallelLinear": "mega_trainer.parallel.tensor_parallel",
-    "ScanInputs": "mega_trainer.kernels.selective_scan",
-    "ScanPass": "mega_trainer.kernels.selective_scan",
-    "SequenceChunks": "mega_trainer.kernels.sequence_chunks",
-    "ShortConvolution": "mega_trainer.model.recurrent_mixer",
-    "SplitHeads": "mega_trainer.parallel.tensor_parallel",
-    "TensorRule": "mega_ckpt.families.disk_layouts",
-    "TokenShift": "mega_trainer.model.token_shift",
-    "TrainingSample": "mega_data.kinds.dataset_kind",
-    "UniformInit": "mega_trainer.parallel.parameter_info",
-    "verify_run": "mega_trainer.verify.verification",
-    "weight_bias_rules": "mega_ckpt.families.disk_layouts",
+    "mega_ckpt.canonical_tensors": "canonical_tensors",
+    "mega_ckpt.families.config_entries": "AllowedValuesEntry ConfigMismatchError FixedFieldsEntry KeyEntry KeyValueHeadsEntry MultiHeadEntry",
+    "mega_ckpt.families.disk_layouts": "TensorRule weight_bias_rules",
+    "mega_ckpt.families.family": "ModelFamily",
+    "mega_ckpt.families.llama_decoders": "LLAMA",
+    "mega_ckpt.families.rope_entries": "RopeEntry",
+    "mega_data.kinds.dataset_kind": "DatasetContext DatasetSamples TrainingSample",
+    "mega_data.kinds.running_text": "build_text_samples",
+    "mega_data.sampling.dataset_parts": "DatasetPart",
+    "mega_trainer.kernels.gated_delta_rule": "DeltaRuleInputs",
+    "mega_trainer.kernels.kernel_interface": "Kernels",
+    "mega_trainer.kernels.selective_scan": "ScanInputs ScanPass",
+    "mega_trainer.kernels.sequence_chunks": "SequenceChunks",
+    "mega_trainer.model.attention": "AttentionCore",
+    "mega_trainer.model.feed_forward": "FeedForward",
+    "mega_trainer.model.forward_context": "ForwardContext",
+    "mega_trainer.model.layer_builder": "LayerBuilder",
+    "mega_trainer.model.norms": "Norm",
+    "mega_trainer.model.recurrent_mixer": "RecurrentMixer ShortConvolution",
+    "mega_trainer.model.token_shift": "TokenShift",
+    "mega_trainer.optim.elementwise": "ElementwiseUpdate",
+    "mega_trainer.parallel.parameter_info": "UniformInit",
+    "mega_trainer.parallel.recurrent_state": "pass_recurrent_states",
+    "mega_trainer.parallel.tensor_parallel": "ColumnParallelLinear RowParallelLinear SplitHeads",
+    "mega_trainer.run.step_callbacks": "FinishedStep",
+    "mega_trainer.verify.verification": "verify_run",
 }
+_MODULES = {name: module for module, names in _PARTS.items() for name in names.split()}
 
 __all__ = [
-    "EXTENSION_API",
-    "LLAMA",
-    "ActivationFunction",
-    "AllowedValuesEntry",
-    "AttentionCore",
-    "Block",
-    "BlockTraits",
-    "Callback",
-    "ColumnParallelLinear",
-    "ConfigMismatchError",
-    "ConfigProblem",
-    "CustomTokenizer",
-    "DataKind",
-    "DatasetContext",
-    "DatasetPart",
-    "DatasetSamples",
-    "ElementwiseUpdate",
-    "Extension",
-    "FeedForward",
-    "FinishedStep",
-    "FixedFieldsEntry",
-    "ForwardContext",
-    "Kernel",
-    "KeyEntry",
-    "KeyValueHeadsEntry",
-    "LayerBuilder",
-    "ModelConfig",
-    "ModelFamily",
-    "MultiHeadEntry",
-    "NoOptions",
-    "Norm",
-    "NormFunction",
-    "Objective",
-    "Optimizer",
-    "OptimizerConfig",
-    "PositionFunction",
-    "RecurrentMixer",
-    "RopeEntry",
-    "RowParallelLinear",
-    "Sampler",
-    "ScanInputs",
-    "ScanPass",
-    "Schedule",
-    "ScoreFunction",
-    "SequenceChunks",
-    "ShortConvolution",
-    "SplitHeads",
-    "StrictConfig",
-    "TensorRule",
-    "TokenShift",
-    "TrainingSample",
-    "UniformInit",
-    "build_text_samples",
-    "canonical_tensors",
-    "compute_logits",
-    "load_extensions",
-    "pass_recurrent_states",
-    "verify_run",
-    "weight_bias_rules",
+    "EXTENSION_API", "LLAMA", "ActivationFunction", "AllowedValuesEntry", "AttentionCore", "Block", "BlockTraits",
+    "Callback", "ColumnParallelLinear", "ConfigMismatchError", "ConfigProblem", "CustomTokenizer", "DataKind",
+    "DatasetContext", "DatasetPart", "DatasetSamples", "DeltaRuleInputs", "ElementwiseUpdate", "Extension", "FeedForward",
+    "FinishedStep", "FixedFieldsEntry", "ForwardContext", "Kernel", "Kernels", "KeyEntry", "KeyValueHeadsEntry",
+    "LayerBuilder", "ModelConfig", "ModelFamily", "MultiHeadEntry", "NoOptions", "Norm", "NormFunction", "Objective",
+    "Optimizer", "OptimizerConfig", "PositionFunction", "RecurrentMixer", "RopeEntry", "RowParallelLinear", "Sampler",
+    "ScanInputs", "ScanPass", "Schedule", "ScoreFunction", "SequenceChunks", "ShortConvolution", "SplitHeads",
+    "StrictConfig", "TensorRule", "TokenShift", "TrainingSample", "UniformInit", "build_text_samples",
+    "canonical_tensors", "compute_logits", "load_extensions", "pass_recurrent_states", "verify_run", "weight_bias_rules",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import and return a part on first access (PEP 562), so that an extension without torch stays without it."""
-    if name in _PARTS:
-        return getattr(importlib.import_module(_PARTS[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"mega_trainer.extend has no {name!r}")
 
 
@@ -200,10 +143,8 @@ def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Ten
     from mega_trainer.model.weight_init import initialize_weights
 
     config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
-    blocks, functions = (
-        config.registry.make_block_factories(config.model),
-        config.registry.bind_extension_functions(config.model),
-    )
+    blocks = config.registry.make_block_factories(config.model)
+    functions = config.registry.bind_extension_functions(config.model)
     build = LayerBuilder(config.model, dtype=torch.float64, blocks=blocks, functions=functions)
     model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
     initialize_weights(model, seed)

@@ -109,7 +109,7 @@ def test_what_the_limit_cuts_is_counted(tmp_path: Path, tokenizer: Path, caplog:
 
 def test_bad_records_are_named_or_set_aside(tmp_path: Path, tokenizer: Path) -> None:
     records = [CONVERSATIONS["one"], {"messages": [ASK]}, {"text": "no chat"}]
-    with pytest.raises(DataError, match=r"d.jsonl:2: no message of the assistant counts in the loss"):
+    with pytest.raises(DataError, match=r"d.jsonl:2: no message has the role 'assistant'; the roles are 'user'"):
         preprocess_records(tmp_path, tokenizer, records)
     info = preprocess_records(tmp_path, tokenizer, records, on_bad_line="skip")
     assert (info.documents, info.skipped.bad) == (1, 2)

@@ -104,12 +104,12 @@ def test_loss_on_last_and_weights_of_turns(marks: bool) -> None:
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             {"messages": [ASK]},
-            "no message of the assistant counts",
+            "no message has the role 'assistant'",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             {"messages": [ASK, {**ANSWER, "weight": 0}]},
-            "no message of the assistant counts",
+            "no answer counts in the loss",
         ),
         (
             "{% generation %}{{ messages[0].content }}{% endgeneration %}",
@@ -119,7 +119,7 @@ def test_loss_on_last_and_weights_of_turns(marks: bool) -> None:
         (
             "{% generation %}{% endgeneration %}{{ messages }}",
             CONVERSATIONS["one"],
-            "no message of the assistant counts",
+            "renders no text of the answers",
         ),
         (
             "{{ raise_exception('I will not') }}",

@@ -151,7 +151,7 @@ def test_a_text_that_does_not_fit_is_left_out(tokenizer: Path, tmp_path: Path) -
         ({"query": "a"}, {"kind": "groups"}, "no 'positive'; the keys are query"),
         ({"query": "a", "positive": "b", "negatives": ["c"]}, {"kind": "groups", "negatives": 2}, "has 1 negatives, fewer than the 2"),
         ({"query": "a", "positive": "b", "negatives": [1]}, {"kind": "groups"}, "'negatives' is not a text or a list"),
-        ([1], {}, "the record is not an object"),
+        ([1], {}, "the record is a list, not an object"),
     ],
 )  # fmt: skip
 def test_wrong_records_are_named(record: Any, options: dict[str, Any], message: str) -> None:

@@ -263,7 +263,7 @@ def test_columns_are_named_by_map(config: Config, tmp_path: Path) -> None:
         (TEXTS, {"kind": "conversations"}, r"form text\n.*data\.kind: text"),
         ([{"a": 1}], {"kind": "conversations"}, r"form a \(unknown\)\n.*map"),
         ([*TEXTS, {"text": 1}], {}, r"raw\.jsonl:7: .*\n.*set data\.raw\.on_bad_line: skip"),
-        ([*CHATS, {"messages": 1}], {"kind": "conversations"}, r"raw\.jsonl:4: 'messages' is not a list.*\n.*data\.raw\.on_bad_line: skip"),
+        ([*CHATS, {"messages": 1}], {"kind": "conversations"}, r"raw\.jsonl:4: 'messages' must be a list of messages, found a number(.*\n)+.*data\.raw\.on_bad_line: skip"),
     ],
 )  # fmt: skip
 def test_errors_are_in_the_terms_of_settings(
@@ -344,9 +344,9 @@ class TestHub:
         ([{"path": "a.jsonl", "map": {"messages": "a"}}], {}, r"train\.0\.map = .*: must name columns for data\.kind = text: text"),
         ([{"path": "a.jsonl", "map": {"text": "a"}}], {"kind": "pairs"}, r"must name columns for data\.kind = pairs: messages, "),
         ([{"path": "a.jsonl", "map": {"body": "a"}}], {}, r"train\.0\.map\.body"),
-        ("tokens", {"raw": {"append_eod": True}}, r"raw\.append_eod = True: requires raw data, such as"),
+        ("tokens", {"raw": {"append_eod": True}}, r"raw\.append_eod = true: requires raw data, such as"),
         ("a.jsonl", {"raw": {"loss_on": "last"}}, r"raw\.loss_on = 'last': requires data\.kind = conversations or pairs"),
-        ("a.jsonl", {"raw": {"append_eod": True}, "kind": "pairs"}, r"raw\.append_eod = True: requires raw data of another"),
+        ("a.jsonl", {"raw": {"append_eod": True}, "kind": "pairs"}, r"raw\.append_eod = true: requires raw data of another"),
         ("a.jsonl", {"raw": {"loss_on": "all"}, "kind": "pairs"}, r"raw\.loss_on = 'all': conflicts with data\.kind = pairs"),
     ],
 )  # fmt: skip

@@ -290,12 +290,12 @@ def test_a_block_depends_on_its_start_alone(build: Build, tmp_path: Path, tokeni
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train": "tokens"}, r"stream = True: requires raw data in data\.train"),
+        ({"train": "tokens"}, r"stream = true: requires raw data in data\.train"),
         ({"order": "stable"}, r"order = 'stable': must be blocks with data\.stream"),
         ({"split": "90,10"}, r"split = .*: gives valid or test a share"),
         ({"temperature": 2.0}, r"temperature = 2\.0: requires the number of tokens"),
         ({"train": [{"path": "a.jsonl", "max_epochs": 2}]}, r"train\.0\.max_epochs = 2\.0: is not supported with data\.stream"),
-        ({"kind": "prompts"}, r"stream = True: is not supported with data\.kind = prompts"),
+        ({"kind": "prompts"}, r"stream = true: is not supported with data\.kind = prompts"),
         ({"stream": False, "order": "blocks", "train": "tokens", "kind": "retro"}, r"order = 'blocks': is not supported with data\.kind = retro"),
         ({"stream": False, "block_tokens": 5}, r"block_tokens = 5: requires data\.order = blocks"),
     ],

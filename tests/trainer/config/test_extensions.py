@@ -6,15 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from extension_cases import EXAMPLES, SIZES
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.extensions import load_extensions, load_model_extensions
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.extend import compute_logits
 
 MIXER = str(EXAMPLES / "differential_attention.py")
-HEAD = "from mega_trainer.extend import Block, Extension, Objective, NoOptions, Schedule\n"
+HEAD = "from mega_trainer.extend import Block, BlockTraits, Extension, Objective, NoOptions, Schedule\n"
+MINE = "EXTENSION = Extension(name='x', version='1', api=1, "
+MEAN = (
+    "import torch\nfrom torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
+    "        super().__init__()\n        {}\n    def forward(self, x, context):\n        return {}\n"
+    f"{MINE}mixers={{{{'mean': Block(Mean)}}}})"
+)
+OWN = MEAN.format("self.w = build.build_replicated(f'model.layers.{layer}.mean', (2,))", "x")
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> str:
@@ -33,13 +42,32 @@ def parse(**raw: Any) -> RunConfig:
         ("1 / 0", "loading it raised ZeroDivisionError: division by zero (mine.py, line 2)"),
         ("import json; json.loads('{')", "line 1 column 2 (char 1) (mine.py, line 2)"),
         ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("raise SystemExit(3)", "loading it raised SystemExit: 3 (mine.py, line 2)"),
         ("EXTENSIONS = 1", "must have a constant EXTENSION"),
         ("EXTENSION = Extension(name='x', version='1', api=99)", "was written for version 99"),
         ("EXTENSION = Extension(name='x', version='1', api=0)", "update the extension"),
+        (MINE + "objectives={'dpo': Objective(print)})", "the name 'dpo' in objectives is already used by mega"),
         (
-            "EXTENSION = Extension(name='x', version='1', api=1, objectives={'dpo': Objective(print)})",
-            "the name 'dpo' in objectives is already used by mega",
+            MINE + "mixers={'x': Block(lambda build, layer: 0)})",
+            "mixers['x'].build must be a function with the arguments (build, layer, options), found <lambda>(build, layer)",
         ),
+        (
+            "def declare(model): pass\n" + MINE + "mixers={'x': Block(print, declares=declare)})",
+            "found declare(model)\n  write def declare(model, options)",
+        ),
+        (
+            MINE + "mixers={'x': Block(print, dict)})",
+            "mixers['x'].options must be a subclass of StrictConfig, found <cl",
+        ),
+        (
+            MINE + "schedules={'x': Schedule(lambda done: 1)})",
+            "schedules['x'].share must be a function with the arguments",
+        ),
+        (
+            MINE + "mixers={'y': Block(print)}, feed_forwards={'y': Block(print)})",
+            "'y' in feed_forwards is already used by x in",
+        ),
+        (MINE + "schedules={'x': Schedule(1)})", "(done, *, options), found 1"),
     ],
 )
 def test_an_extension_that_cannot_be_used(tmp_path: Path, text: str, words: str) -> None:
@@ -76,13 +104,8 @@ def test_two_extensions_with_one_name(tmp_path: Path) -> None:
     files = [write(tmp_path, text.format(name), f"{name}.py") for name in "ab"]
     with pytest.raises(ConfigError, match="'flat' in schedules is already used by a"):
         load_extensions(files)
+    assert parse(extensions=files[0]).registry.versions == {"a": "1"}  # one needs no list
     assert load_extensions([files[0], files[0]]).versions == {"a": "1"}
-
-
-def test_a_mixer_and_a_feed_forward_block_have_different_names(tmp_path: Path) -> None:
-    text = "EXTENSION = Extension(name='a', version='1', api=1, mixers={'x': Block(print)}, feed_forwards={'x': Block(print)})"
-    with pytest.raises(ConfigError, match="'x' in feed_forwards is already used by a in mixers"):
-        load_extensions([write(tmp_path, text)])
 
 
 def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
@@ -107,7 +130,7 @@ def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
         ({"lr_schedule": {"name": "flat"}}, "lr_schedule.name = 'flat'"),
         ({"data": {"train": "none", "kind": "mine"}}, "data.kind = 'mine'"),
         ({"callbacks": {"mine": {}}}, "callbacks.mine = 'mine': must be one that an extension adds"),
-        ({"model": {**SIZES, "num_layers": 1, "mixers": {"differential": {}}}}, "requires the extension that has it"),
+        ({"model": {**SIZES, "num_layers": 1, "mixers": {"differential": {}}}}, "requires an extension with a "),
         (
             {"extensions": [str(EXAMPLES / "z_loss.py")], "objective": {"kind": "z_loss", "options": {"weigth": 1}}},
             "objective.options.weigth: unknown key -> did you mean 'weight'?",
@@ -115,6 +138,25 @@ def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
         (
             {"extensions": [MIXER], "model": {**SIZES, "mixers": {"differential": {"lambda": 1}}, "layers": ["mlp"]}},
             "model.mixers.differential.lambda: unknown key",
+        ),
+        (
+            {"extensions": [MIXER], "model": {**SIZES, "mixers": {"differential": 8}, "layers": ["differential"]}},
+            "model.mixers.differential = 8 must be a section",
+        ),
+        ({"extensions": [MIXER], "model": {**SIZES, "layers": [{"times": 2, "of": 3}, 4]}}, "model.layers"),
+        ({"extensions": [MIXER], "model": {**SIZES, "mixers": {3: {}}, "layers": ["mlp"]}}, "3"),
+        ({"model": {**SIZES, "mixers": "mine"}}, "model.mixers = 'mine' must be a section\n  mixers: {NAME: {...}}"),
+        (
+            {"extensions": [MIXER], "model": {**SIZES, "mixers": {"diferential": {}}, "layers": ["differential"]}},
+            "model.mixers: the extensions of this run have no 'diferential' there\n  did you mean 'differential' of model.mixers?",
+        ),
+        (
+            {"extensions": [MIXER], "model": {**SIZES, "feed_forwards": {"differential": {}}, "layers": ["mlp"]}},
+            "have no 'differential' there\n  did you mean 'differential' of model.mixers?",
+        ),
+        (
+            {"extensions": [MIXER], "model": {**SIZES, "layers": [{"times": 2, "of": ["diferential+mlp"]}]}},
+            "model.layers: the extensions of this run have no 'diferential' there\n  did you mean 'differential' of model.mixers?",
         ),
     ],
 )
@@ -141,22 +183,17 @@ def test_a_declared_mixer_is_data_that_needs_no_code() -> None:
 def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="and 4 differential heads"):
         differential(parallel={"tp": 8})
-    text = (
-        "from torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
-        "        super().__init__()\n        self.w = build.build_replicated(f'model.layers.{layer}.mean', (2,))\n"
-        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
-    )
     model = {**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]}
     with pytest.raises(ConfigError, match=r"requires blocks that compute their part .* mean declares that it does not"):
-        parse(extensions=[write(tmp_path, text)], model=model, parallel={"cp": 2})
+        parse(extensions=[write(tmp_path, OWN)], model=model, parallel={"cp": 2})
     for traits, parallel, words in (
         ("", {"cp": 2}, "mean declares that it does not"),
         ("heads=3, context_parallel=True", {"tp": 2, "cp": 2}, "parallel.tp = 2"),
     ):
         declared = f"Block(Mean, declares=lambda model, options: BlockTraits({traits}))"
-        of_feed = text.replace("mixers={'mean': Block(Mean)}", f"feed_forwards={{'mean': {declared}}}")
+        of_feed = OWN.replace("mixers={'mean': Block(Mean)}", f"feed_forwards={{'mean': {declared}}}")
         feed = {**SIZES, "feed_forwards": {"mean": {}}, "layers": ["attention+mean"]}
-        file = write(tmp_path, f"from mega_trainer.extend import BlockTraits\n{of_feed}", f"feed{len(traits)}.py")
+        file = write(tmp_path, of_feed, f"feed{len(traits)}.py")
         with pytest.raises(ConfigError, match=words):
             parse(extensions=[file], model=feed, parallel=parallel)
 
@@ -172,6 +209,9 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
             "self.a, self.b = (build.build_replicated(f'model.layers.{layer}.a', (2,)) for _ in range(2))",
             "two parameters are named model.layers.N.a",
         ),
+        ("self.w = build.build_replicated('model.layers.0.mean', (2,))", "with the number of its layer, here 1"),
+        ("self.register_buffer('w', torch.ones(2))", "mean in model.mixers: the buffer w would not be saved"),
+        ("self.forward = lambda x: x", r"its method forward must be a function with the arguments \(x, context\)"),
         (
             "self.w = build.build_row_linear(f'model.layers.{layer}.mlp.up_proj', 8, bias=False)",
             "two tensors are named model",
@@ -179,30 +219,34 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
     ],
 )
 def test_a_block_that_does_not_follow_the_rules(tmp_path: Path, body: str, words: str) -> None:
-    text = (
-        "import torch\nfrom torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
-        f"        super().__init__()\n        {body}\n"
-        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
-    )
     with pytest.raises(ConfigError, match=words):
-        parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})
+        parse(extensions=[write(tmp_path, MEAN.format(body, "x"))], model={**SIZES, "layers": ["mlp", "mean+mlp"]})
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("None", "found NoneType"),
+        ("(x, x)", "found tuple"),
+        ("x[..., :2]", r"its input, \[1, 4, 32\] torch.float64, found \[1, 4, 2\] torch.float64"),
+        ("x.float()", r"found \[1, 4, 32\] torch.float32"),
+    ],
+)
+def test_a_block_that_returns_another_shape(tmp_path: Path, result: str, words: str) -> None:
+    run = {"extensions": [write(tmp_path, MEAN.format("pass", result))], "model": {**SIZES, "layers": ["mean"]}}
+    with pytest.raises(ConfigError, match=rf"extension x: mean in model.mixers must return .*{words}"):
+        compute_logits(run, torch.arange(4)[None])
 
 
 @pytest.mark.parametrize(
     ("traits", "words"),
     [
-        ("None", "declares of mean in model.mixers returned None"),
-        ("BlockTraits(heads=8, shared_heads=3)", "shared_heads = 3 of mean in model.mixers must divide heads = 8"),
+        ("None", "mean in model.mixers: declares returned None"),
+        ("BlockTraits(heads=8, shared_heads=3)", "mean in model.mixers: shared_heads = 3 must divide heads = 8"),
     ],
 )
 def test_a_declaration_that_cannot_be(tmp_path: Path, traits: str, words: str) -> None:
-    text = (
-        "from torch import nn\nfrom mega_trainer.extend import BlockTraits\nclass Mean(nn.Module):\n"
-        "    def __init__(self, build, layer, options):\n        super().__init__()\n"
-        "        self.w = build.build_replicated(f'model.layers.{layer}.mean', (2,))\n"
-        f"mean = Block(Mean, declares=lambda model, options: {traits})\n"
-        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': mean})"
-    )
+    text = OWN.replace("Block(Mean)", f"Block(Mean, declares=lambda model, options: {traits})")
     with pytest.raises(ConfigError, match=words):
         parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})
 

@@ -14,7 +14,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, Nvfp4Kernels
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.run.build_components import (
     build_pipeline_stages,
@@ -37,6 +37,8 @@ def parsed(**sections: Any) -> RunConfig:
     ("sections", "told"),
     [
         ({"fp8": {"recipe": "delayed"}}, r"'delayed': is not supported.* -> set fp8.recipe=tensorwise"),
+        ({"fp8": {"recipe": "nvfp4"}}, r"fp8.recipe = 'nvfp4': is not supported for experts -> set fp8.recipe=tensorwise"),
+        ({"fp8": {"recipe": "nvfp4", "format": "e4m3"}}, r"'e4m3': is not supported with fp8.recipe = nvfp4.* -> remove it"),
         ({"fp8": {"bf16_first": 2, "bf16_last": 1}}, r"bf16_first = 2: must leave layers in FP8.* covers all 3 layers"),
         ({"model": small(24), "parallel": {"tp": 4}}, r"multiples of 16 on a rank, found .*head_dim / tp 4 = 24.* -> set precision=bf16, or reduce parallel.tp"),
         (
@@ -60,6 +62,7 @@ def test_a_gpu_without_the_products_is_refused_with_a_recipe_it_has() -> None:
         ((8, 9), "rowwise", False),
         ((9, 0), "blockwise", False),
         ((10, 0), "rowwise", True),
+        ((10, 0), "nvfp4", False),
     ):
         check_fp8_device(capability, recipe, experts=experts)
     for capability, recipe, experts, way in (
@@ -70,11 +73,27 @@ def test_a_gpu_without_the_products_is_refused_with_a_recipe_it_has() -> None:
             False,
             "set fp8.recipe=tensorwise, or set fp8.recipe=rowwise, or set fp8.recipe=blockwise, or set precision=bf16",
         ),
+        (
+            (9, 0),
+            "nvfp4",
+            False,
+            "set fp8.recipe=tensorwise, or set fp8.recipe=rowwise, or set fp8.recipe=blockwise, or set precision=bf16",
+        ),
         ((10, 0), "mxfp8", True, "set fp8.recipe=tensorwise, or set fp8.recipe=rowwise, or set precision=bf16"),
     ):
         with pytest.raises(ConfigError, match=f"{recipe}.* compute capability {capability[0]}") as refused:
             check_fp8_device(capability, recipe, experts=experts)
         assert refused.value.hint == way
+
+
+def test_four_bits_on_a_gpu_require_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = {name: value for name, value in small(32).items() if name != "moe"}
+    config = parsed(model=dense, fp8={"recipe": "nvfp4"})
+    assert {type(kernels) for kernels in make_fp8_kernels(config, torch.device("cpu")).values()} == {Nvfp4Kernels}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(ConfigError, match="nvfp4 requires Transformer Engine on a GPU") as refused:
+        make_fp8_kernels(config, torch.device("cuda"))
+    assert refused.value.hint == "set kernels.linear=te"
 
 
 def test_layers_between_the_first_and_the_last_multiply_in_fp8() -> None:

@@ -101,15 +101,15 @@ def test_an_encoder_guesses_masked_tokens_and_has_a_head_for_what_the_data_asks(
     whole = {"causal": False, "token_types": 2, "pooler": True, "sentence_pairs": True}
     assert RunConfig.parse(settings(data={"kind": "bert"}, model=whole)).model.sentence_pairs
     for kind, model, told in (
-        ("text", whole, r"model.causal = False: requires data with masked tokens"),
+        ("text", whole, r"model.causal = false: requires data with masked tokens"),
         (
             "bert",
             {"causal": False},
-            r"data.bert.sentence_pairs = True: requires token types and a sentence-pair head",
+            r"data.bert.sentence_pairs = true: requires token types and a sentence-pair head",
         ),
-        ("masked", {"causal": False, "sentence_pairs": True}, r"sentence_pairs = True: requires pooler"),
-        ("masked", {"causal": False, "mtp_layers": 1}, r"causal = False: is not supported with recurrent layers"),
-        ("text", {"pooler": True}, r"pooler: requires bidirectional attention"),
+        ("masked", {"causal": False, "sentence_pairs": True}, r"sentence_pairs = true: requires pooler"),
+        ("masked", {"causal": False, "mtp_layers": 1}, r"causal = false: is not supported with recurrent layers"),
+        ("text", {"pooler": True}, r"pooler: requires causal: false"),
         ("text", {"position_offset": 2}, r"position_offset = 2: requires position: learned"),
         (
             "text",

@@ -175,6 +175,7 @@ def test_a_layout_with_other_gradients_fails(error: float, verdict: str, monkeyp
     monkeypatch.setattr(training_checks, "compare_cases_with_one_process", sweep)
     (result,) = training_checks.check_layout_parity(CPU, RankInfo())
     assert (result.name, result.verdict) == ("recompute", verdict)
+    assert result.measured.startswith("not comparable") == (error != error)
 
 
 def test_a_layout_of_one_process_agrees() -> None:

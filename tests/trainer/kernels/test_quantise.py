@@ -18,6 +18,8 @@ from mega_trainer.kernels.fp8_kernels import (
     ceil_power_of_two,
     dequantize_matrix,
     quantize_matrix,
+    rotate_blocks,
+    round_to_nvfp4,
     scaled_gemm,
     swizzle_mx_scales,
 )
@@ -117,3 +119,37 @@ def test_the_order_of_mxfp8s_scales() -> None:
     for row, column in ((0, 0), (31, 3), (32, 1), (127, 5), (128, 4), (199, 5)):
         tile = row // 128 * 2 + column // 4
         assert flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] == scale[row, column]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def test_four_bits_are_the_nearest_of_their_block() -> None:
+    x = numbers(64, 96)
+    for rows in (1, 16):
+        found = round_to_nvfp4(x, rows)
+        assert torch.equal(round_to_nvfp4(found, rows), found)  # also after a prepared weight is rounded again
+        assert torch.equal(round_to_nvfp4(x.bfloat16(), rows).float(), round_to_nvfp4(x.bfloat16().float(), rows))
+        blocks, rounded = (t.view(64 // rows, rows, 6, 16).transpose(1, 2).flatten(2) for t in (x, found))
+        scale = rounded.abs().amax(-1, keepdim=True) / 6
+        largest = blocks.abs().amax(-1, keepdim=True) / 6
+        assert ((scale - largest).abs() <= largest / 16).all()  # three bits behind the leading one
+        assert torch.equal((scale.frexp()[0] * 16).frac(), torch.zeros_like(scale))
+        errors = ((blocks.abs() / scale).unsqueeze(-1) - E2M1).abs().amin(-1) * scale
+        torch.testing.assert_close((rounded - blocks).abs(), errors, rtol=1e-3, atol=1e-4)
+    assert torch.equal(round_to_nvfp4(x.t(), 16), round_to_nvfp4(x, 16).t())  # one weight for both of its products
+
+
+def test_zeros_and_nan_in_four_bits() -> None:
+    x = torch.zeros(2, 32)
+    assert not round_to_nvfp4(x).any()
+    x[1, 3] = float("nan")
+    assert round_to_nvfp4(x)[1, :16].isnan().all()
+
+
+def test_rotated_factors_have_the_same_product_and_no_outliers() -> None:
+    a, b = torch.randn(8, 64, dtype=torch.float64), torch.randn(6, 64, dtype=torch.float64)
+    torch.testing.assert_close(rotate_blocks(a) @ rotate_blocks(b).t(), a @ b.t(), rtol=1e-12, atol=1e-12)
+    outlier = torch.zeros(1, 16, dtype=torch.float64)
+    outlier[0, 5] = 4
+    assert torch.equal(rotate_blocks(outlier).abs(), torch.ones(1, 16, dtype=torch.float64))

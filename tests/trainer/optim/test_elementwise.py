@@ -64,7 +64,7 @@ def test_every_layout_computes_what_one_process_computes() -> None:
     [
         (
             {"name": "sgd", "sgd": {"nesterov": True, "momentum": 0.0}},
-            "optimizer.sgd.nesterov = True: requires momentum",
+            "optimizer.sgd.nesterov = true: requires momentum",
         ),
         ({"name": "lyon"}, "optimizer.name = 'lyon'"),
         ({"name": "lion", "options": {"beta": 1}}, "optimizer.options"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -267,3 +269,14 @@ def test_each_layer_waits_for_its_own_weights_and_a_save_for_all() -> None:
         first, later = ["layer 0", "layer 1"], ["wait", "layer 0", "wait", "layer 1", "wait"]
         assert [event for event, _ in groupby(found["1 events"])] == [*first * 2, *later, *first, "save", "wait"]
         assert found["0 events"] == [*first * 4, "save"]
+
+
+def test_a_stage_that_is_no_longer_used_is_freed() -> None:
+    toy = Toy(CommGroup("dp", (0,), 0))
+    stage = flatten_parameters(toy, SHARINGS["1"])
+    with stage.backward_context(last=True):
+        toy(1.0, [0, 1]).backward()
+    freed = weakref.ref(toy.weights[0])
+    del toy, stage
+    gc.collect()
+    assert freed() is None

@@ -20,7 +20,8 @@ from mega_trainer.plan.layout_search import (
     make_planned_run,
 )
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import apply_settings
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
+from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.other_trainers import OTHER_TRAINERS, SEARCH_MARGIN
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -95,6 +96,39 @@ def test_most_of_what_is_timed_is_legal() -> None:
             continue
         legal += 1
     assert legal >= 0.9 * len(tried) > 10
+
+
+EXPERTS = {
+    "num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8, "vocab_size": 32_000,
+    "max_position": 4096, "moe": {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 1024},
+}  # fmt: skip
+
+
+def test_hidden_exchange_of_experts_is_a_choice_where_it_is_legal() -> None:
+    """DualPipeV is tried for it alone; a dispatcher without asynchronous calls cannot hide its exchange."""
+    config = run(EXPERTS, 64, 4096)
+    tried = list(generate_layout_candidates(config, 16, H100))
+    hiding = [(chosen, layout) for chosen, layout in tried if layout.overlap_expert_exchange and layout.cp == 1]
+    assert {layout.schedule for _, layout in hiding} == {"1f1b", "dualpipev"}
+    assert all(layout.overlap_expert_exchange for _, layout in tried if layout.schedule == "dualpipev")
+    for chosen, _ in hiding[::97]:
+        apply_settings(config, chosen).check_world_size(16)
+    waiting = run(EXPERTS, 64, 4096, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 1.25})
+    assert not any(layout.overlap_expert_exchange for _, layout in generate_layout_candidates(waiting, 16, H100))
+
+
+def test_minimum_time_knows_the_busiest_rank_and_what_an_exchange_cannot_hide() -> None:
+    """A head of many tokens is as much work as several layers, of which a rank cannot have less than one."""
+    config = run({**EXPERTS, "vocab_size": 256_000}, 64, 4096)
+    parallel = {"parallel.pp": 8, "parallel.ep": 2, "batch.micro": 1}
+    for overlap in (False, True):
+        planned = make_planned_run(
+            apply_settings(config, {**parallel, "parallel.overlap_expert_exchange": overlap}), 16, H100
+        )
+        imbalance = planned.compute_rank_imbalance(planned.predict_part_seconds())
+        least, known = planned.estimate_minimum_seconds(), planned.estimate_minimum_seconds(imbalance=imbalance)
+        assert imbalance > 1.5
+        assert 1.3 * least < known < planned.predict_step_time().seconds < 1.1 * known
 
 
 def test_a_short_step_is_not_spent_on_a_pipeline() -> None:
@@ -181,3 +215,22 @@ def test_another_precision_is_found_only_where_it_is_asked_for() -> None:
     best = find_best_layouts(config, 2, H100, keep=1, precisions=["bf16", "fp8"])[0]
     assert best.settings["precision"] == "fp8"
     assert "precision: fp8" in layout_to_yaml(best)
+
+
+def test_four_bits_take_less_time_and_memory_than_eight_on_a_gpu_that_has_them() -> None:
+    config = run({**load_model_preset("llama3-8b"), "num_layers": 4}, 4, 8192)
+    eight, four = (
+        apply_settings(config, {"precision": "fp8", "fp8.recipe": recipe, "parallel.zero": 1})
+        for recipe in ("mxfp8", "nvfp4")
+    )
+    (slow, large), (fast, small) = (
+        (
+            make_planned_run(one, 4, load_machine("b200")).predict_step_time().seconds,
+            predict_memory(one.model, make_training_layout(one, 4))[0]["weights"],
+        )
+        for one in (eight, four)
+    )
+    assert fast < 0.95 * slow
+    assert small < large
+    with pytest.raises(ConfigError, match="nvfp4 is not supported on H100"):
+        make_planned_run(four, 4, H100)

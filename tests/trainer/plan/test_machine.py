@@ -6,7 +6,13 @@ import pytest
 
 from mega_common.errors import ConfigError
 from mega_trainer.plan.kernel_throughput import GpuThroughput
-from mega_trainer.plan.machine import list_machine_names, load_default_efficiencies, load_machine
+from mega_trainer.plan.machine import (
+    MAX_ATTENTION_SHARE,
+    MAX_GEMM_SHARE,
+    list_machine_names,
+    load_default_efficiencies,
+    load_machine,
+)
 
 
 def test_every_machine_has_rates_and_the_efficiency_of_its_generation() -> None:
@@ -49,7 +55,21 @@ def test_long_gemms_follow_the_power_limit_and_not_the_peak() -> None:
         assert more.product[precision] / less.product[precision] == pytest.approx(1.2**efficiency.power)
         assert more.product[precision] == getattr(efficiency, precision) * machines[1].get_peak_flops(precision)
     assert more.attention / less.attention == pytest.approx(1.2**efficiency.power)
-    assert capped.product["bf16"] == machines[0].get_peak_flops("bf16")
+    assert capped.product["bf16"] == MAX_GEMM_SHARE * machines[0].get_peak_flops("bf16")
     unstated = machines[0].model_copy(update={"power_w": None})
     rates = GpuThroughput.from_machine(unstated, efficiency, "fused")
     assert rates.product["bf16"] == efficiency.bf16 * machines[0].get_peak_flops("bf16")
+
+
+def test_gpu_with_much_power_and_low_peak_sustains_what_was_measured_of_it() -> None:
+    """An H20 has 500 W for 148 TFLOP/s: less than its peak, not the 730 that the power of an H100 would give."""
+    peak, efficiency = 148e12, load_default_efficiencies()["hopper"]
+    machine = load_machine("h100").model_copy(update={"gpu": "H20", "power_w": 500})
+    assert machine.get_peak_flops("bf16") == peak
+    assert machine.get_reference_flops("bf16", efficiency.power) > 4 * peak
+    rates = GpuThroughput.from_machine(machine, efficiency, "fused")
+    assert rates.product["bf16"] == MAX_GEMM_SHARE * peak
+    assert rates.product["fp8"] == MAX_GEMM_SHARE * 2 * peak
+    assert rates.attention == MAX_ATTENTION_SHARE * peak
+    measured = machine.get_sustained_flops("bf16", 1.0, efficiency.power)  # a share of 1 is a machine's own measurement
+    assert measured == peak

@@ -166,7 +166,7 @@ VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
     LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *MODULE_FAMILIES,
 )  # fmt: skip
 
-_NEAREST = 8  # families named in the error if none fits
+_NEAREST = 5  # families named in the error if none fits
 
 
 def find_family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
@@ -246,24 +246,32 @@ def _check_sections(raw: ConfigDict, source: str) -> None:
 
 def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the first HuggingFace model family whose config.json can express `model`.
+
     The families of mega come first, then those that extensions `added`.
-    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.
     """
     if model.retro is not None:
         raise CheckpointError(
-            "retro is not supported by any HuggingFace family", hint="keep the model in mega's own format"
+            "model.retro is not supported by any HuggingFace family", hint="keep the model in mega's own format"
         )
     candidates: Sequence[ModelFamily] = (*FAMILIES, *added) if model.vision is None else _vision_candidates(model)
     found = [(family, family.unsupported_settings(model)) for family in candidates]
     for family, problems in found:
         if not problems:
             return family
+    if blocks := [*model.mixers, *model.feed_forwards]:
+        raise CheckpointError(
+            f"no HuggingFace family has {', '.join(blocks)}, which an extension adds",
+            hint="keep the model in mega's own format (--to mega); mega generate, eval and serve read it with --extension",
+        )
     nearest = sorted(found, key=lambda each: len(each[1]))[:_NEAREST]
     reasons = "\n".join(f"  {family.name}: {'; '.join(problems)}" for family, problems in nearest)
-    raise CheckpointError(f"no HuggingFace family can express this model:\n{reasons}")
+    raise CheckpointError(
+        f"no HuggingFace family can express this model; the nearest:\n{reasons}",
+        hint="keep the model in mega's own format, which mega eval, generate and serve read",
+    )
 
 
 def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:

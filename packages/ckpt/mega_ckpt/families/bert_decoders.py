@@ -35,7 +35,9 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class CausalLocalAttentionEntry:
-    """Translation to and from config.json of the windows of ModernBERT's decoder, which span half of `local_attention` keys before a query."""
+    """Translation to and from config.json of the sliding windows of ModernBERT's decoder.
+    A window has half of `local_attention` keys before a query.
+    """
 
     handled_config_keys: frozenset[str] = frozenset(
         {"local_attention", "layer_types", "global_attn_every_n_layers", "sliding_window"}
@@ -43,7 +45,11 @@ class CausalLocalAttentionEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of sliding windows; ConfigMismatchError if `sliding_window` differs from half of `local_attention`."""
+        """Return the `ModelConfig` fields of sliding windows from config.json.
+
+        Raises:
+            ConfigMismatchError: if `sliding_window` differs from half of `local_attention`.
+        """
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         size = (raw.get("local_attention", 128) or 0) // 2
         if raw.get("sliding_window", size) not in (size, None):
@@ -59,7 +65,9 @@ class CausalLocalAttentionEntry:
 
 @dataclass(frozen=True)
 class ModernBertDecoderHeadConfigEntry:
-    """Translation to and from config.json of the transform before the output layer of ModernBERT's decoder. Classifiers are not supported."""
+    """Translation to and from config.json of the transform before the output layer of ModernBERT's decoder.
+    Classifiers are not supported.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
     handled_model_fields: frozenset[str] = frozenset({"masked_lm"})
@@ -112,7 +120,9 @@ MODERNBERT_DECODER = ModelFamily(
 
 @dataclass(frozen=True)
 class CausalDecoderEntry:
-    """Translation to and from config.json of the key `is_decoder`, without which the class for generation has bidirectional attention."""
+    """Translation to and from config.json of `is_decoder`, which must be true: attention is causal.
+    Without the key, the class for generation has bidirectional attention.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"is_decoder"})
     handled_model_fields: frozenset[str] = frozenset({"causal"})
@@ -124,7 +134,9 @@ class CausalDecoderEntry:
         return {"causal": True}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `is_decoder` of config.json with its value."""
+        """Return the key `is_decoder` of config.json with its value.
+        Raises ConfigMismatchError for a model without causal attention.
+        """
         if not model.causal:
             raise ConfigMismatchError("causal must be True")
         return {"is_decoder": True}

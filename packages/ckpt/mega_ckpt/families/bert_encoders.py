@@ -55,7 +55,7 @@ class EncoderFamily(ModelFamily):
     has_task_heads: bool = True
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
-        """Return `model` as `ModelFamily.normalize_model`, with tied embeddings if it has no output layer."""
+        """Return `model` without redundant settings, and with tied embeddings if it has a task head."""
         model = super().normalize_model(model)
         return model.model_copy(update={"tie_embeddings": True}) if model.task_head else model
 
@@ -144,7 +144,9 @@ class EncoderHeadsEntry:
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `architectures` of config.json with its value with the transformers class that has the model's heads."""
+        """Return the config.json key `architectures` with the transformers class that has the model's heads.
+        Raises ConfigMismatchError for heads that transformers' classes do not have.
+        """
         expected = {"activation": self.activation or model.activation, "dense": True, "dense_bias": True, "bias": True}
         if model.sentence_pairs and not self.has_pairs:
             raise ConfigMismatchError("sentence_pairs must be False")
@@ -175,7 +177,7 @@ class OffsetPositionsEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of RoBERTa's learned positions from config.json.
         `max_position` is the number of usable position rows; `position_offset` is the number of unused rows before
-        them.
+        them. Raises ConfigMismatchError if no row is usable.
         """
         pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", self.rows)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
@@ -185,7 +187,9 @@ class OffsetPositionsEntry:
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `max_position_embeddings`, unused rows included, and `pad_token_id`."""
+        """Return the config.json keys `max_position_embeddings`, unused rows included, and `pad_token_id`.
+        Raises ConfigMismatchError without unused rows.
+        """
         if not model.position_offset:
             raise ConfigMismatchError("position_offset must be more than 0")
         return {
@@ -219,7 +223,7 @@ class LocalAttentionEntry:
 
 @dataclass(frozen=True)
 class TokenTypesEntry(KeyEntry):
-    """Translation to and from config.json of the number of segment types of a family that always has embeddings of them."""
+    """Translation to and from config.json of the number of segment types, which have embeddings always."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `token_types`; ConfigMismatchError for 0."""

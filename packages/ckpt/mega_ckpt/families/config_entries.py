@@ -8,15 +8,18 @@ an error and never silently dropped. `KeyEntry`, `FixedFieldsEntry` and `Allowed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 ConfigDict = Mapping[str, Any]
+_JSON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_CONSTANT = re.compile(r"\b(True|False|None)\b")
 
 
 def split_words(text: str) -> frozenset[str]:
@@ -26,8 +29,11 @@ def split_words(text: str) -> frozenset[str]:
 
 class ConfigMismatchError(ValueError):
     """Error for a setting of config.json or of mega's `ModelConfig` that the other one cannot express.
-    The message names the setting.
+    The message names the setting, and writes values as JSON does: true, false, null.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_PYTHON_CONSTANT.sub(lambda found: _JSON_CONSTANTS[found[0]], message))
 
 
 class ConfigEntry(Protocol):
@@ -68,8 +74,11 @@ def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[
         except ConfigMismatchError as error:
             problems.append(str(error))
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-            keys = sorted(entry.handled_config_keys & raw.keys())
-            problems.append(f"{', '.join(keys)}: a value has the wrong type, or is out of range")
+            given = sorted(entry.handled_config_keys & raw.keys())
+            found = ", ".join(f"{key} = {format_setting_value(raw[key]):.60}" for key in given)
+            problems.append(
+                f"{found}: {'the' if len(given) == 1 else 'a'} value has the wrong type, or is out of range"
+            )
     return fields, list(dict.fromkeys(problems))
 
 
@@ -122,7 +131,8 @@ class KeyEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `ModelConfig` for each field that this entry's key of config.json sets.
-        The value is the key's, or the default.
+        The value is the key's, or the default. Raises ConfigMismatchError if a required key is missing, its value is
+        not supported, or aliases disagree.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
@@ -197,7 +207,8 @@ class KeyValueHeadsEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys for the number of key/value heads and for the size of a head.
-        The head dimension is left out if the family's class has no such key and the default applies.
+        The head dimension is left out if the family's class has no such key and the default applies. Raises
+        ConfigMismatchError if heads do not divide the width, where the family requires it.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -246,9 +257,7 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Translation to and from config.json of keys of config.json without a field in `ModelConfig`.
-    They are accepted only with values that change nothing.
-    """
+    """Check of config.json keys without a `ModelConfig` field, which may have only values that change nothing."""
 
     values: Mapping[str, tuple[Any, ...]]
     handled_model_fields: frozenset[str] = field(default=frozenset())
@@ -316,23 +325,14 @@ class PerHeadNormEntry:
 
 
 def check_config_json_head_dim(raw: ConfigDict) -> None:
-    """Check that `head_dim` in a config.json, if given, is hidden_size / num_attention_heads.
-    Raises ConfigMismatchError if not.
-
-    Raises:
-        ConfigMismatchError: when it is not.
-    """
+    """Raise ConfigMismatchError if `head_dim` in a config.json is given and not hidden_size / num_attention_heads."""
     width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if size is not None and width and heads and size != width // heads:
         raise ConfigMismatchError(f"head_dim = {size!r} must be {width // heads}")
 
 
 def check_heads_fill_hidden_size(model: ModelConfig) -> None:
-    """Check that head_dim * num_attention_heads is hidden_size; ConfigMismatchError if not.
-
-    Raises:
-        ConfigMismatchError: when they are not.
-    """
+    """Raise ConfigMismatchError if head_dim * num_attention_heads of a model is not its hidden_size."""
     if model.query_key_head_dim * model.num_attention_heads != model.hidden_size:
         raise ConfigMismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.query_key_head_dim}")
 

@@ -36,7 +36,7 @@ _MLP = f"{LAYER}.mlp"
 
 @dataclass(frozen=True)
 class ExpertRowsLayout:
-    """Disk layout of DBRX's experts, whose matrices are stacked row by row in one matrix; with `transposed`, each as (in, out)."""
+    """Disk layout of DBRX's experts: matrices stacked row by row; with `transposed`, each as (in, out)."""
 
     transposed: bool = False
     splits_on_first_axis: bool = False
@@ -84,7 +84,9 @@ class DbrxFamily(ModelFamily):
 
 @dataclass(frozen=True)
 class DbrxRopeEntry(RopeEntry):
-    """Translation to and from config.json of DBRX's rotary positions, whose base frequency may be in the section of attention alone."""
+    """Translation to and from config.json of DBRX's rotary positions.
+    Their base frequency may be in the section of attention alone.
+    """
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -92,7 +94,7 @@ class DbrxRopeEntry(RopeEntry):
         return super().handled_config_keys | {"attn_config.rope_theta", *_SECTIONS}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `rope` from config.json; ConfigMismatchError if its two base frequencies differ."""
+        """Return the `ModelConfig` field `rope`; ConfigMismatchError if config.json has two different bases."""
         if wrong := [key for key in _SECTIONS if not isinstance(raw.get(key, {}), Mapping)]:
             raise ConfigMismatchError(f"{' and '.join(wrong)} must be a section")
         inner = raw.get("attn_config.rope_theta")
@@ -114,7 +116,9 @@ class DbrxHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_kv_heads` from config.json."""
+        """Return the `ModelConfig` field `num_kv_heads` from config.json.
+        Raises ConfigMismatchError if config.json has two different numbers.
+        """
         heads = raw.get("attn_config.kv_n_heads", 1)
         if raw.get("num_key_value_heads", heads) != heads:
             raise ConfigMismatchError(f"num_key_value_heads must be attn_config.kv_n_heads = {heads!r}")
@@ -130,7 +134,9 @@ class DbrxHeadsEntry:
 
 @dataclass(frozen=True)
 class DbrxNormalizeEntry:
-    """Translation to and from config.json of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
+    """Translation to and from config.json of the p-norm that divides the weights of a token's experts in DBRX.
+    It is 1, or none.
+    """
 
     key: str = "ffn_config.moe_normalize_expert_weights"
     handled_model_fields: frozenset[str] = frozenset({"normalize"})

@@ -33,7 +33,7 @@ from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.layer_kinds import MlaConfig
 from mega_common.model_config import ModelConfig, MoeConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 _MLP = f"{LAYER}.mlp"
 MTP_LAYERS = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
@@ -81,7 +81,8 @@ class LatentAttentionEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of multi-head latent attention (MLA).
-        They are the ranks and head dimensions of `ModelConfig`'s section `mla`, and `num_key_value_heads`.
+        They are the ranks and head dimensions of `ModelConfig`'s section `mla`, and `num_key_value_heads`. Raises
+        ConfigMismatchError without a section `mla`, or if it has settings that no key expresses.
         """
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
@@ -90,7 +91,9 @@ class LatentAttentionEntry:
                 "mla.latent_norm = false is not supported: models of this family normalize latents"
             )
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in self._keys}):
-            raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
+            raise ConfigMismatchError(
+                f"mla = {format_setting_value(model.mla)} has settings without a key in config.json"
+            )
         return {key: getattr(model.mla, key) for key in self._keys} | {"num_key_value_heads": model.num_attention_heads}
 
 
@@ -120,7 +123,7 @@ class ExpertGroupsEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MoeConfig` fields of group-limited expert routing from config.json.
         They are `groups`, `top_groups` and `group_score`. There is one group if `topk_method` is the method without
-        groups.
+        groups. Raises ConfigMismatchError for another `topk_method`.
         """
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
@@ -132,7 +135,9 @@ class ExpertGroupsEntry:
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`."""
+        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`.
+        Raises ConfigMismatchError for another `group_score` than the family's.
+        """
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")

@@ -25,7 +25,7 @@ from mega_ckpt.families.moe_entries import MoeSectionEntry, SharedExpertsEntry, 
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import IndexerConfig
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import StrictConfig
+from mega_common.strict_config import StrictConfig, format_setting_value
 
 _KINDS = {"sliding_attention": "swa", "compressed_sparse_attention": "csa", "heavily_compressed_attention": "hca"}
 _RATIOS = {0: "swa", 4: "csa", 128: "hca"}  # of older folders
@@ -45,7 +45,7 @@ _STREAMS = {"hc_mult": ("streams", 4), "hc_sinkhorn_iters": ("iterations", 20), 
 
 @dataclass(frozen=True)
 class CompressedAttentionEntry:
-    """Translation to and from config.json of the kind of each layer and the sizes of attention, sections `layers` and `compressed`."""
+    """Translation to and from config.json of layer kinds and attention sizes (sections `layers`, `compressed`)."""
 
     handled_config_keys: frozenset[str] = frozenset({
         "layer_types", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", *_SIZES, *_INDEXER,
@@ -64,7 +64,9 @@ class CompressedAttentionEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of attention and of the kind of each layer."""
+        """Return the config.json keys of attention and of the kind of each layer.
+        Raises ConfigMismatchError for other layers, and for settings that no key expresses.
+        """
         section, names = model.compressed, {kind: name for name, kind in _KINDS.items()}
         if section is None:
             raise ConfigMismatchError("compressed is missing (all models of this family have compressed attention)")
@@ -74,7 +76,9 @@ class CompressedAttentionEntry:
         if indexer != IndexerConfig(
             interleaved=True, **{field: getattr(indexer, field) for field, _ in _INDEXER.values()}
         ):
-            raise ConfigMismatchError(f"compressed.indexer = {indexer!r} has fields without a counterpart")
+            raise ConfigMismatchError(
+                f"compressed.indexer = {format_setting_value(indexer)} has settings without a key in config.json"
+            )
         return {
             "layer_types": [names[kind.mixer or ""] for kind in model.layer_kinds],
             "compress_rates": {new: getattr(section, field) for field, (new, _, _) in _RATES.items()},
@@ -111,7 +115,7 @@ class HyperConnectionsEntry:
         return {"hyper_connections": {field: raw.get(key, default) for key, (field, default) in _STREAMS.items()}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of hyper-connections."""
+        """Return the config.json keys of hyper-connections; ConfigMismatchError for a model without them."""
         if model.hyper_connections is None:
             raise ConfigMismatchError("hyper_connections is missing (all models of this family have several streams)")
         return {key: getattr(model.hyper_connections, field) for key, (field, _) in _STREAMS.items()}
@@ -142,10 +146,15 @@ class HashTableEntry:
     handled_model_fields: frozenset[str] = frozenset({"hash_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `hash_layers` from config.json, by default the first three layers."""
+        """Return the `MoeConfig` field `hash_layers` from config.json, by default the first three layers.
+        Raises ConfigMismatchError if `mlp_layer_types` is not a list of hash_moe and moe for all layers.
+        """
         layers, kinds = layer_indices(raw), raw.get("mlp_layer_types")
         if kinds is None:
-            return {"hash_layers": list(layers[: raw.get("num_hash_layers", 3)]) or None}
+            count = raw.get("num_hash_layers", 3)
+            if count < 0:
+                raise ConfigMismatchError(f"num_hash_layers = {count} must be at least 0")
+            return {"hash_layers": list(layers[:count]) or None}
         if len(kinds) < len(layers) or not {*kinds} <= {"hash_moe", "moe"}:
             raise ConfigMismatchError(f"mlp_layer_types must have hash_moe or moe for each of {len(layers)} layers")
         return {"hash_layers": [layer for layer in layers if kinds[layer] == "hash_moe"] or None}
@@ -157,7 +166,9 @@ class HashTableEntry:
 
 @dataclass(frozen=True)
 class CompressedRopeEntry:
-    """Translation to and from config.json of two sets of rotary parameters: of layers with compressed entries, and of those without."""
+    """Translation to and from config.json of two sets of rotary parameters.
+    One is of layers with compressed entries, the other of those without.
+    """
 
     rope: RopeEntry
     local: RopeEntry

@@ -234,7 +234,7 @@ class DiskTensor:
         )
 
     def fit_to_shape(self, shape: TensorShape) -> DiskTensor:
-        """Return the rule of a tensor in model files with the axis order that fits the shape in the given file.
+        """Return this disk tensor, or its variant with experts stored as (out, in) if only that has `shape`.
         Transformers 5 saves transposed experts as (out, in), and reads either.
         """
         if shape == self.shape or not isinstance(self.layout, ConcatExpertsLayout) or not self.layout.transposed:

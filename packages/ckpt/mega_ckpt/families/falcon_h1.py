@@ -43,7 +43,9 @@ class HybridLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"layers", "hybrid", "mlp_multipliers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `layers`, `hybrid` and `mlp_multipliers`."""
+        """Return, from config.json, the `ModelConfig` fields `layers`, `hybrid` and `mlp_multipliers`.
+        Raises ConfigMismatchError if a layer is not hybrid.
+        """
         layers, mlp = layer_indices(raw), raw.get("mlp_multipliers")
         kinds = raw.get("layers_block_type") or raw.get("layer_types") or ["hybrid"] * len(layers)
         if kinds != ["hybrid"] * len(layers):
@@ -68,7 +70,7 @@ class HybridLayersEntry:
 
 @dataclass(frozen=True)
 class OutputNormEntry:
-    """Translation to and from config.json of the output norm of Falcon-H1's Mamba-2, before or after the gate, or absent."""
+    """Translation to and from config.json of Falcon-H1's Mamba-2 output norm: before or after the gate, or none."""
 
     handled_config_keys: frozenset[str] = frozenset({"mamba_rms_norm", "mamba_norm_before_gate"})
     handled_model_fields: frozenset[str] = frozenset({"norm"})
@@ -116,7 +118,9 @@ class FalconMambaSectionEntry:
         return section
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the sizes of Mamba-2."""
+        """Return the config.json keys of the sizes of Mamba-2.
+        Raises ConfigMismatchError for a model without a section `mamba`.
+        """
         if model.mamba is None:
             raise ConfigMismatchError("mamba is missing (all layers of this family have it)")
         sizes = _SIZES.config_from_fields(model)

@@ -24,6 +24,7 @@ from mega_common.encoder_config import TaskHeadConfig
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import COMPRESSED_MIXERS, expand_layer_pattern
 from mega_common.model_config import ModelConfig
+from mega_common.strict_config import format_setting_value
 
 # Keys that do not affect what the model computes from its weights. They are carried, not translated. (Quantization is
 # handled where weights are read.)
@@ -120,7 +121,7 @@ class ModelFamily:
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",
-                hint="settings that change what the model computes are never ignored",
+                hint="correct the value if it is a mistake: a setting that changes what the model computes is never ignored",
             )
         fields |= self._read_task_head(raw)
         try:
@@ -204,14 +205,14 @@ class ModelFamily:
         covered = TRAINING_FIELDS.union(*(entry.handled_model_fields for entry in self.entries))
         covered |= {"task_head"} | ({"score"} if self.is_decoder else set())
         if model.task_head and not (self.is_decoder or self.has_task_heads):
-            found.append("task_head has no counterpart")
+            found.append("task_head has no key in config.json")
         if model.task_head and model.task_head.pooling is not None and model.task_head.kind != "embedding":
             default = model.model_copy(update={"task_head": model.task_head.model_copy(update={"pooling": None})})
             if default.text_pooling != model.text_pooling:
                 found.append(f"task_head.pooling must be {default.text_pooling}, not {model.text_pooling}")
         for name, info in ModelConfig.model_fields.items():
             if name not in covered and getattr(model, name) != info.get_default(call_default_factory=True):
-                found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
+                found.append(f"{name} = {format_setting_value(getattr(model, name)):.120} has no key in config.json")
         return found
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:

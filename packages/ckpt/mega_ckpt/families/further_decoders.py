@@ -82,7 +82,9 @@ NANOCHAT = ModelFamily(
 
 @dataclass(frozen=True)
 class MiniCpmScalesEntry:
-    """Translation to and from config.json of MiniCPM's factors on residual branches and logits, which depend on depth and width."""
+    """Translation to and from config.json of MiniCPM's factors on residual branches and logits.
+    They depend on the depth and the width of the model.
+    """
 
     handled_config_keys: frozenset[str] = split_words("scale_depth dim_model_base")
     handled_model_fields: frozenset[str] = split_words("residual_multiplier logit_scale")
@@ -125,10 +127,16 @@ MINICPM3 = ModelFamily(
 
 @dataclass(frozen=True)
 class Mistral4RopeEntry(RopeEntry):
-    """Translation to and from config.json of Mistral 4's rotary positions, with the rotated share of a head, which follows from its sizes."""
+    """Translation to and from config.json of Mistral 4's rotary positions and the rotated share of a head.
+    The share follows from the sizes of the head.
+    """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `rope`, whose fraction is of the rotated part of a head."""
+        """Return the `ModelConfig` field `rope`, whose fraction counts within the rotated part of a head.
+
+        Raises:
+            ConfigMismatchError: if `partial_rotary_factor` is not the share of the rotated part in a head.
+        """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         rotated, rest = raw.get("qk_rope_head_dim", 64), raw.get("qk_nope_head_dim", 64)
         share = given.get("partial_rotary_factor")
@@ -264,13 +272,13 @@ _BLOCK = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class KeylessFourfoldFfnConfigEntry:
-    """Translation to and from config.json of a feed-forward width of four times the model's, without a key in config.json."""
+    """Translation of a feed-forward width of four times the model's, for which config.json has no key."""
 
     handled_config_keys: frozenset[str] = frozenset()
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size`, four times the hidden size in config.json."""
         return {"ffn_hidden_size": 4 * raw.get("n_embd", raw.get("hidden_size", 768))}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

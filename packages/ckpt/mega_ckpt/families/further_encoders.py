@@ -48,7 +48,9 @@ _POST_NORM = {"causal": False, "norm": "layernorm", "norm_position": "sum", "emb
 
 @dataclass(frozen=True)
 class ClassifierActivationEntry:
-    """Translation to and from config.json of the activation of a classifier's dense layer, which follows from the class in config.json."""
+    """Translation to and from config.json of the activation of a classifier's dense layer.
+    It follows from the class in config.json.
+    """
 
     activation: str
     handled_config_keys: frozenset[str] = frozenset()
@@ -60,7 +62,9 @@ class ClassifierActivationEntry:
         return {"pooler_activation": self.activation} if str(kind).endswith("ForSequenceClassification") else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Check the activation of a classifier, and that another model has no pooler; return no config.json keys."""
+        """Check the activation of a classifier, and that another model has no pooler; return no config.json keys.
+        Raises ConfigMismatchError if they differ from the family's.
+        """
         if model.pooler and not model.task_head:
             raise ConfigMismatchError("pooler must be False")
         if model.pooler and model.pooler_activation != self.activation:
@@ -299,7 +303,7 @@ JINA_EMBEDDINGS_V3 = EncoderFamily(
 
 @dataclass(frozen=True)
 class FixedPositionOffsetEntry:
-    """Translation to and from config.json of MPNet's learned positions, which start at row 2 whatever the padding token is."""
+    """Translation to and from config.json of MPNet's learned positions, which always start at row 2."""
 
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings"})
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
@@ -383,15 +387,18 @@ GTE = EncoderFamily(
 
 @dataclass(frozen=True)
 class EuroBertHeadsConfigEntry:
-    """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, whose bias is the MLP's, and classifiers.
-    A classifier has a dense layer with GELU, on the first token (`classifier_pooling`: bos).
+    """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, or a classifier.
+    The bias of the output layer is the MLP's. A classifier has a dense layer with GELU, on the first token
+    (`classifier_pooling`: bos).
     """
 
     handled_config_keys: frozenset[str] = frozenset({"classifier_pooling"})
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "pooler_activation", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of EuroBERT's heads from config.json."""
+        """Return the `ModelConfig` fields of EuroBERT's heads from config.json.
+        Raises ConfigMismatchError for a classifier with another `classifier_pooling` than bos.
+        """
         (kind, *_) = raw.get("architectures") or [""]
         classifies, pooling = str(kind).endswith("ForSequenceClassification"), raw.get("classifier_pooling", "late")
         if classifies and pooling != "bos":

@@ -59,7 +59,9 @@ _NO_WINDOW = UniformWindowEntry(supports_windows=False)
 
 @dataclass(frozen=True)
 class PhimoeRopeEntry(RopeEntry):
-    """Translation to and from config.json of Phi-3.5-MoE's rotary positions, where two keys are the factor on scores within and past the original length."""
+    """Translation to and from config.json of Phi-3.5-MoE's rotary positions.
+    Two keys are the factors on scores within and past the original length.
+    """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `rope` from config.json; ConfigMismatchError if the two factors differ."""
@@ -73,7 +75,9 @@ class PhimoeRopeEntry(RopeEntry):
         return {"rope": {**fields["rope"], "attention_factor": short}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, with the two factors."""
+        """Return the config.json keys of rotary positions, with the two factors.
+        Raises ConfigMismatchError if `rope.attention_factor` is missing.
+        """
         out, factor = super().config_from_fields(model), model.rope.attention_factor
         if model.rope.scaling != "longrope":
             return out
@@ -120,7 +124,9 @@ PHIMOE = ModelFamily(
 
 @dataclass(frozen=True)
 class FlintWindowEntry(RopeInWindowsEntry):
-    """Translation to and from config.json of Flint's windows: by default all but the first two layers, every fourth and the last have one."""
+    """Translation to and from config.json of Flint's sliding windows, which some layers lack.
+    By default all but the first two layers, every fourth and the last have one.
+    """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json."""
@@ -296,7 +302,9 @@ class CohereWindowLayersConfigEntry:
 
 @dataclass(frozen=True)
 class CohereExpertNormEntry:
-    """Translation to and from config.json of the norms of Command A+: RMSNorm if it has an epsilon of its own, else LayerNorm without bias."""
+    """Translation to and from config.json of the norms of Command A+: RMSNorm or LayerNorm.
+    They are RMSNorm if it has an epsilon of its own, else LayerNorm without bias.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"rms_norm_eps", "layer_norm_eps"})
     handled_model_fields: frozenset[str] = frozenset({"norm", "norm_eps", "norm_bias"})
@@ -318,7 +326,9 @@ class CohereExpertNormEntry:
 
 @dataclass(frozen=True)
 class CohereExpertsEntry:
-    """Translation to and from config.json of the router scores and shared experts of Command A+, whose outputs are added or averaged."""
+    """Translation to and from config.json of the router scores and shared experts of Command A+.
+    The outputs of shared experts are added or averaged.
+    """
 
     handled_config_keys: frozenset[str] = frozenset(
         {"expert_selection_fn", "norm_topk_prob", "num_shared_experts", "shared_expert_combination_strategy"}
@@ -328,7 +338,9 @@ class CohereExpertsEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` fields of scores and shared experts from config.json."""
+        """Return the `MoeConfig` fields of scores and shared experts from config.json.
+        Raises ConfigMismatchError for another score or combination of shared experts.
+        """
         score, count = raw.get("expert_selection_fn", "softmax"), raw.get("num_shared_experts", 0)
         strategy = raw.get("shared_expert_combination_strategy", "average")
         if score not in ("softmax", "sigmoid") or strategy not in ("average", "sum"):

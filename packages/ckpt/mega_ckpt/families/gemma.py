@@ -50,7 +50,9 @@ GEMMA = ModelFamily(
 
 @dataclass(frozen=True)
 class QueryScaleEntry:
-    """Translation to and from config.json of Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
+    """Translation to and from config.json of Gemma's `query_pre_attn_scalar`, an integer.
+    Attention scores are divided by its square root.
+    """
 
     default: int
     handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
@@ -59,6 +61,7 @@ class QueryScaleEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `attention_scale` from config.json.
         It is None if `query_pre_attn_scalar` equals the head dimension, else the inverse square root of that key.
+        Raises ConfigMismatchError if it is not positive.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:

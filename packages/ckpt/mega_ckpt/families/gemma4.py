@@ -153,7 +153,11 @@ class LayerInputEntry:
     handled_model_fields: frozenset[str] = frozenset({"per_layer_input_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `per_layer_input_size`; raises ConfigMismatchError if the per-layer embedding has other rows than the token embedding."""
+        """Return the `ModelConfig` field `per_layer_input_size` from config.json.
+
+        Raises:
+            ConfigMismatchError: if the per-layer embedding has other rows than the token embedding.
+        """
         size, rows = raw.get("hidden_size_per_layer_input", 256), raw.get("vocab_size_per_layer_input", 262_144)
         if size and rows != raw.get("vocab_size"):
             raise ConfigMismatchError(
@@ -187,7 +191,11 @@ class Gemma4ExpertsEntry(MoeSectionEntry):
         return super().handled_config_keys | {"enable_moe_block"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `moe`, if the model has experts; raises ConfigMismatchError for MLPs of two widths beside them."""
+        """Return the `ModelConfig` section `moe` from config.json, None if the model has no experts.
+
+        Raises:
+            ConfigMismatchError: if the MLPs beside the experts have two widths.
+        """
         if not raw.get("enable_moe_block"):
             return {"moe": None}
         if raw.get("use_double_wide_mlp") and raw.get("num_kv_shared_layers"):

@@ -167,7 +167,7 @@ GPT2 = ModelFamily(
 
 @dataclass(frozen=True)
 class MultiQueryEntry:
-    """Translation to and from config.json of GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
+    """Translation to and from config.json of GPT-BigCode's `multi_query`: multi-query or multi-head attention."""
 
     handled_config_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
@@ -206,8 +206,8 @@ GPT_BIGCODE = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionTypesEntry:
-    """Translation to and from config.json of GPT-Neo's `attention_types`, lists of "global" and "local" layers with a number of repetitions.
-    `window_size` is the window of local layers.
+    """Translation to and from config.json of GPT-Neo's `attention_types`: "global" and "local" layers.
+    They are lists with a number of repetitions. `window_size` is the window of local layers.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"attention_types", "attention_layers", "window_size"})

@@ -38,14 +38,18 @@ class LogitsScalingEntry:
     handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `logit_scale`, the inverse of `logits_scaling`."""
+        """Return, from config.json, the `ModelConfig` field `logit_scale`, the inverse of `logits_scaling`.
+        Raises ConfigMismatchError if it is not positive.
+        """
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
         return {"logit_scale": 1 / divisor}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `logits_scaling` of config.json with its value, the inverse of `logit_scale`, rounded if rounding loses nothing."""
+        """Return the key `logits_scaling` of config.json with its value, the inverse of `logit_scale`.
+        It is rounded if rounding loses nothing.
+        """
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -54,7 +58,7 @@ class LogitsScalingEntry:
 
 @dataclass(frozen=True)
 class AttentionMultiplierEntry:
-    """Translation to and from config.json of Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
+    """Translation to and from config.json of Granite's `attention_multiplier`, the factor on scores, 1 by default."""
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
@@ -156,7 +160,9 @@ class LayerRopeThetaConfigEntry:
         return {"rope": own["full"], "local_rope": own["local"], "no_rope_layers": unrotated or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, and `layer_rope_theta`."""
+        """Return the config.json keys of rotary positions, and `layer_rope_theta`.
+        Raises ConfigMismatchError if `local_rope` differs from `rope` in more than theta.
+        """
         local = model.local_rope or model.rope
         if local.model_copy(update={"theta": model.rope.theta}) != model.rope:
             raise ConfigMismatchError("local_rope may differ from rope in theta only")
@@ -237,7 +243,9 @@ GRANITE_MOE_SWA = ModelFamily(
 
 @dataclass(frozen=True)
 class HyperClovaXNormConfigEntry:
-    """Translation to and from config.json of HyperCLOVA X's `attention_multiplier`, absent or null for the usual scale, and `use_post_norm`."""
+    """Translation to and from config.json of HyperCLOVA X's `attention_multiplier` and `use_post_norm`.
+    The multiplier is absent or null for the usual scale.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier", "use_post_norm"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "norm_position"})
@@ -248,7 +256,9 @@ class HyperClovaXNormConfigEntry:
         return {"attention_scale": raw.get("attention_multiplier"), "norm_position": position}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `attention_multiplier` and `use_post_norm` of HyperCLOVA X."""
+        """Return the config.json keys `attention_multiplier` and `use_post_norm` of HyperCLOVA X.
+        Raises ConfigMismatchError for another position of norms than pre or both.
+        """
         if model.norm_position not in ("pre", "both"):
             raise ConfigMismatchError(f"norm_position must be pre or both, not {model.norm_position}")
         scale = model.attention_scale or model.query_key_head_dim**-0.5

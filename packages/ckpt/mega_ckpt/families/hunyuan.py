@@ -58,7 +58,9 @@ class HunyuanExpertsEntry:
     handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `moe` of a Hunyuan model from config.json."""
+        """Return the `ModelConfig` section `moe` of a Hunyuan model from config.json.
+        Raises ConfigMismatchError for a number that differs among layers.
+        """
         numbers = {}
         for key, aliases in (("num_experts", ("num_local_experts",)), ("moe_topk", ("num_experts_per_tok",))):
             given = next((raw[name] for name in (key, *aliases) if name in raw), 1)

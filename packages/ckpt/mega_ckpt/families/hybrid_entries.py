@@ -55,10 +55,9 @@ def parse_layer_mixers(
 
 def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
     """Return the mixer of each layer of `model`, checked for a hybrid of attention and `recurrent`.
-    Raises ConfigMismatchError unless each layer has attention or `recurrent` and a feed-forward block.
 
     Raises:
-        ConfigMismatchError: for a layer without either, or with another mixer than attention or `recurrent`.
+        ConfigMismatchError: unless each layer has attention or `recurrent`, and a feed-forward block.
     """
     kinds = model.layer_kinds[: model.num_layers]
     if not all(kind.mixer in ("attention", recurrent) and kind.feed_forward for kind in kinds):
@@ -77,7 +76,7 @@ def to_transformers_layer_types(
 
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
-    """Translation to and from config.json of fields of `ModelConfig` that no layer of the family uses but that need a value.
+    """Translation to and from config.json of `ModelConfig` fields that no layer uses but that need a value.
     The value is a number, or that of a config.json key.
     """
 
@@ -186,7 +185,8 @@ class MambaSectionEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of Mamba-2 sizes.
-        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model.
+        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model. Raises
+        ConfigMismatchError for sizes, a norm or an epsilon that no key expresses.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -221,7 +221,8 @@ class TimeStepLimitEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MambaConfig` field `dt_limit`, the (lower, upper) limits of the time step, from config.json.
-        An infinite upper limit is None. The result is empty if the key is absent.
+        An infinite upper limit is None. The result is empty if the key is absent. Raises ConfigMismatchError if it is
+        not two numbers.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.strict_config import format_setting_value
 from mega_common.vision_config import VisionConfig
 
 FILE, TOKENIZER_FILE = "preprocessor_config.json", "tokenizer_config.json"
@@ -95,7 +96,7 @@ def find_unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> It
     else:
         supported["size"] = (square, side)
     yield from (
-        f"{key} = {raw[key]}"
+        f"{key} = {format_setting_value(raw[key])}"
         for key, values in supported.items()
         if raw.get(key) is not None and raw[key] not in values
     )

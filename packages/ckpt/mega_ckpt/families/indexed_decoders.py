@@ -38,7 +38,7 @@ _MTP = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 0)
 
 @dataclass(frozen=True)
 class IndexedAttentionEntry(LatentAttentionEntry):
-    """Translation to and from config.json of latent attention with an indexer in every layer, section `mla` of `ModelConfig`.
+    """Translation to and from config.json of latent attention with an indexer in every layer (section `mla`).
     `heads` are the index heads if the key is absent; `interleaved` is the order of rotary pairs, which no key has.
     """
 
@@ -69,7 +69,9 @@ class IndexedAttentionEntry(LatentAttentionEntry):
         return {"mla": {**mla, "indexer": indexer | {"interleaved": self.interleaved}}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of latent attention and of its indexer; those of its training are left out."""
+        """Return the config.json keys of latent attention and of its indexer; those of its training are left out.
+        Raises ConfigMismatchError without an indexer, for another order of rotary pairs, and for windows.
+        """
         indexer = None if model.mla is None else model.mla.indexer
         if indexer is None or model.mla is None:
             raise ConfigMismatchError("mla.indexer is missing (all models of this family have one)")

@@ -22,6 +22,7 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.transformers_library import build_vision_language_config
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
+from mega_common.strict_config import format_setting_value
 
 _TOWER, _BLOCK = "vision_tower.", "vision_tower.encoder.blocks."
 # Names in transformers' module and on disk, by parts that are replaced in order.
@@ -99,7 +100,7 @@ class KimiVisionFamily(VisionModuleFamily):
         for key, value in read.items():
             if given.get(key, value) != value:
                 raise CheckpointError(
-                    f"{source}: vision_config.{key} = {given[key]!r} is not supported: transformers computes with {value!r}",
+                    f"{source}: vision_config.{key} = {format_setting_value(given[key])} is not supported: transformers computes with {format_setting_value(value)}",
                     hint=f"give the value as {(_KEYS | _OUTER_KEYS).get(key, key)}, as transformers names it",
                 )
         if (token := raw.get("media_placeholder_token_id", config.image_token_id)) != config.image_token_id:
@@ -107,7 +108,7 @@ class KimiVisionFamily(VisionModuleFamily):
         return super().read_config_json(raw, source)
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that are not read: those that are neither transformers' nor the published model's."""
+        """Return the keys of a config.json that are neither transformers' nor the published model's."""
         read = {f"vision_config.{key}" for key in (*_KEYS, *_OUTER_KEYS, *_FIXED, "text_hidden_size")}
         return [key for key in super().unread_keys(raw) if key not in read | {"media_placeholder_token_id"}]
 

@@ -292,7 +292,8 @@ class FalconArchitectureEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of Falcon's key/value heads and norms from config.json.
-        They are `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP).
+        They are `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP). Raises
+        ConfigMismatchError without parallel attention and for other numbers of norms.
         """
         new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
         if not raw.get("parallel_attn", True):
@@ -308,7 +309,9 @@ class FalconArchitectureEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Falcon's old architecture if it can express the model, else of the new one."""
+        """Return the config.json keys of Falcon's old architecture if it can express the model, else of the new one.
+        Raises ConfigMismatchError for a model whose attention and MLP are not parallel.
+        """
         if not model.parallel_residual:
             raise ConfigMismatchError("parallel_residual must be True")
         check_heads_fill_hidden_size(model)

@@ -40,7 +40,9 @@ _KEYS = (KeyEntry("conv_L_cache", "kernel", 3), KeyEntry("conv_bias", "bias", Fa
 
 @dataclass(frozen=True)
 class ShortConvolutionEntry:
-    """Translation to and from config.json of the section `conv` of `ModelConfig`, which a model without short convolutions may lack."""
+    """Translation to and from config.json of the `ModelConfig` section `conv`, the short convolutions.
+    A model without them may lack its keys.
+    """
 
     handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _KEYS))
     handled_model_fields: frozenset[str] = frozenset({"conv"})

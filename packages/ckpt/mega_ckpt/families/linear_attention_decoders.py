@@ -62,7 +62,7 @@ _FEEDS = MlpLayerTypesEntry(1, "first_k_dense_replace")
 
 @dataclass(frozen=True)
 class KimiLayersEntry:
-    """Translation to and from config.json of the kind of each layer of Kimi Linear and for the sizes of Kimi Delta Attention.
+    """Translation to and from config.json of Kimi Linear's layer kinds and the sizes of Kimi Delta Attention.
 
     Published folders have both in `linear_attn_config`, with layers counted from 1; transformers also reads `layer_types`
     and one key per size. Without either, layers 4, 8, .. (counted from 0) have attention.
@@ -126,7 +126,7 @@ _LING_FEEDS = MlpLayerTypesEntry(2, "first_k_dense_replace")
 
 @dataclass(frozen=True)
 class LingLayersEntry:
-    """Translation to and from config.json of the kind of each layer of Ling 3 and for the sizes and the forget gate of Kimi Delta Attention.
+    """Translation to and from config.json of Ling 3's layer kinds, and sizes and gate of Kimi Delta Attention.
 
     By default the last layer of each `layer_group_size` has attention. Published folders give the head size of Kimi Delta
     Attention as `head_dim`; transformers saves that of the rotated part there, and its own in `linear_head_dim`.
@@ -180,8 +180,9 @@ _FULL, _LINEAR, _MLP = "full_attn", "linear_attn", "mlp"
 
 @dataclass(frozen=True)
 class MiniMaxLayersEntry:
-    """Translation to and from config.json of the kind of each layer of MiniMax-Text-01, with heads of lightning attention like those of attention.
-    Without a list, every second layer has lightning attention.
+    """Translation to and from config.json of the kinds of layers of MiniMax-Text-01.
+    Heads of lightning attention are like those of attention. Without a list, every second layer has lightning
+    attention.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"layer_types", "block_size"})
@@ -214,7 +215,9 @@ class MiniMaxLayersEntry:
 
 @dataclass(frozen=True)
 class ResidualFactorsEntry:
-    """Translation to and from config.json of the factors of MiniMax-Text-01 on residual (alpha) and addend (beta), by the kind of half layer."""
+    """Translation to and from config.json of MiniMax-Text-01's factors on residual (alpha) and addend (beta).
+    They depend on the kind of half layer.
+    """
 
     kinds: Mapping[str, str] = field(default_factory=lambda: {_FULL: "attention", _LINEAR: "lightning", _MLP: "moe"})
     handled_config_keys: frozenset[str] = frozenset(

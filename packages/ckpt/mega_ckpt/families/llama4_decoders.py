@@ -38,7 +38,7 @@ _FULL, _WINDOW, _CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(frozen=True)
 class Llama4AttentionEntry:
-    """Translation to and from config.json of Llama 4's attention: chunks, rotary positions, scaled queries and norms of queries and keys.
+    """Translation to and from config.json of Llama 4's attention: chunks, rotary positions, scaling and norms.
     Layers without rotary positions have scaled queries, and no norms of queries and keys.
     """
 
@@ -53,7 +53,8 @@ class Llama4AttentionEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of Llama 4's attention from config.json.
-        A 1 in the list `no_rope_layers` marks a layer that has rotary positions.
+        A 1 in the list `no_rope_layers` marks a layer that has rotary positions. Raises ConfigMismatchError for windows
+        that slide, and for lists that are too short.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", 4)
         rotates = raw.get("no_rope_layers") or [(layer + 1) % every for layer in layers]

@@ -316,7 +316,8 @@ class NoRopeLayersEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of layers without rotary positions from config.json.
-        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`.
+        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`. Raises ConfigMismatchError if the list
+        of layers is too short.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
@@ -332,7 +333,7 @@ class NoRopeLayersEntry:
         return {"no_rope_layers": unrotated or None, **build_sliding_window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
+        """Return the config.json keys of layers without RoPE (`no_rope_layers`: 1 for a layer with RoPE) and of windows."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "no_rope_layer_interval": self.every,

@@ -72,7 +72,11 @@ class FirstOfPairEntry:
         return list(range(0, LayerPairsEntry().fields_from_config(raw)["num_layers"], 2))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; raises ConfigMismatchError unless every second layer has experts, and a shared expert as wide as MLPs."""
+        """Return no config.json keys, after checking the layers with experts and the shared expert.
+
+        Raises:
+            ConfigMismatchError: unless every second layer has experts, and a shared expert as wide as MLPs.
+        """
         if moe_layer_indices(model) != list(range(0, model.num_layers, 2)):
             raise ConfigMismatchError("moe.layers must be every second layer, from the first")
         if model.moe and model.moe.shared_ffn_hidden_size != model.ffn_hidden_size:

@@ -82,7 +82,9 @@ class Mamba1SectionEntry:
         return {"mamba1": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Mamba-1 sizes; those of a valid placeholder for a model without Mamba layers."""
+        """Return the config.json keys of Mamba-1 sizes; those of a valid placeholder for a model without Mamba layers.
+        Raises ConfigMismatchError for sizes, norms or an epsilon that no key expresses.
+        """
         width = model.hidden_size
         placeholder = {"inner_size": 2 * width, "dt_rank": 1, "norms": self.norms}
         section = model.mamba1 or Mamba1Config.model_validate(placeholder)
@@ -112,7 +114,11 @@ class MixerNormEpsEntry:
         return {"norm_eps": raw.get("mixer_rms_eps", 1e-6)}
 
     def config_from_fields(self, model: Mamba1Config) -> dict[str, Any]:
-        """Return the key `mixer_rms_eps` of config.json with its value; ConfigMismatchError if the section has no epsilon of its own."""
+        """Return the key `mixer_rms_eps` of config.json with its value.
+
+        Raises:
+            ConfigMismatchError: if the section has no epsilon of its own.
+        """
         if model.norm_eps is None:
             raise ConfigMismatchError("mamba1.norm_eps must be set: mixer_rms_eps is independent of layer_norm_epsilon")
         return {"mixer_rms_eps": model.norm_eps}
@@ -210,7 +216,9 @@ class JambaLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"layers", "moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed" of each layer) and, with experts, `moe`."""
+        """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed") and, with experts, `moe`.
+        Raises ConfigMismatchError if a list of layers conflicts with periods and offsets.
+        """
         layers = layer_indices(raw)
         attends, routes = _every(raw, "attn_layer", 8, 4), _every(raw, "expert_layer", 2, 1)
         mixers = ["attention" if attends(layer) else "mamba1" for layer in layers]

@@ -74,7 +74,8 @@ class GraniteLayersEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of layer types, experts and widths of a Granite 4 model.
-        Without experts, `intermediate_size` is a placeholder that nothing reads.
+        Without experts, `intermediate_size` is a placeholder that nothing reads. Raises ConfigMismatchError if some
+        layers have experts and others none, or without a shared expert.
         """
         out: dict[str, Any] = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}
@@ -114,7 +115,7 @@ GRANITE_MOE_HYBRID = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionLayersEntry:
-    """Translation to and from config.json of Bamba's `attn_layer_indices`: the layers with attention; all other layers are Mamba-2."""
+    """Translation to and from config.json of Bamba's `attn_layer_indices`: all other layers are Mamba-2."""
 
     handled_config_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
     handled_model_fields: frozenset[str] = frozenset({"layers"})
@@ -131,7 +132,11 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `attn_layer_indices` of config.json with its value; ConfigMismatchError for a model with experts."""
+        """Return the key `attn_layer_indices` of config.json with its value.
+
+        Raises:
+            ConfigMismatchError: for a model with experts.
+        """
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -194,7 +199,11 @@ class MambaLayersEntry:
         return {"num_layers": len(layers), "layers": [self.mixer] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_hidden_layers` of config.json with its value; ConfigMismatchError unless every layer has the mixer alone."""
+        """Return the key `num_hidden_layers` of config.json with its value.
+
+        Raises:
+            ConfigMismatchError: unless every layer has the mixer alone.
+        """
         if any(kind != (self.mixer, None) for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all be {self.mixer!r}")
         return {"num_hidden_layers": model.num_layers}

@@ -201,14 +201,16 @@ MELLUM = ModelFamily(
 
 @dataclass(frozen=True)
 class ErnieMoeLayersConfigEntry:
-    """Translation to and from config.json of ERNIE 4.5's layers with experts: every n-th layer between a first and a last."""
+    """Translation to and from config.json of ERNIE 4.5's expert layers: every n-th between a first and a last."""
 
     handled_config_keys: frozenset[str] = frozenset(
         {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}
     )
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts, from the first, last and interval in config.json."""
+        """Return the indices of the layers with experts, from the first, last and interval in config.json.
+        Raises ConfigMismatchError if they are not numbers.
+        """
         layers = layer_indices(raw)
         first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
         step, last = raw.get("moe_layer_interval", 1), len(layers) - 1 if last == -1 else last

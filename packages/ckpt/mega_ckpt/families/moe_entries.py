@@ -79,7 +79,9 @@ class MoeSectionEntry:
         return self.layers.handled_config_keys.union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` section `moe`: experts, router and the layers with experts."""
+        """Return, from config.json, the `ModelConfig` section `moe`: experts, router and the layers with experts.
+        Raises ConfigMismatchError with the problems of all its entries.
+        """
         section: dict[str, Any] = {"layers": self.layers.fields_from_config(raw)}
         found = []
         for entry in self.entries:
@@ -103,7 +105,7 @@ class MoeSectionEntry:
         covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.handled_model_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in covered and getattr(model.moe, name) != field.default:
-                raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
+                raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no key in config.json")
         return out
 
 
@@ -155,7 +157,9 @@ class QwenSparseStepConfigEntry:
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return, from config.json, the indices of the layers with experts; None if all layers have them."""
+        """Return, from config.json, the indices of the layers with experts; None if all layers have them.
+        Raises ConfigMismatchError for a step below 1.
+        """
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
         dense = self.dense if dense is None else dense
         if step < 1:
@@ -192,7 +196,7 @@ class FirstKDenseConfigEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts, all except the first dense ones, from config.json.
-        Returns None if no layer is dense.
+        Returns None if no layer is dense. Raises ConfigMismatchError for another `moe_layer_freq` than 1.
         """
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
@@ -233,7 +237,8 @@ class MlpLayerTypesEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts, from `mlp_layer_types` in config.json.
-        Returns None if all layers have experts.
+        Returns None if all layers have experts. Raises ConfigMismatchError if it is not a list of dense and sparse for
+        all layers.
         """
         layers = layer_indices(raw)
         first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
@@ -297,7 +302,7 @@ SHARED_MLP_RULES = tuple(
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """Translation to and from config.json of a number of shared experts, which mega stores as one expert of their total width.
+    """Translation to and from config.json of the number of shared experts, which mega stores as one wide expert.
 
     Attributes:
         default: number of shared experts if the key is absent; `...` marks a required key.

@@ -53,7 +53,7 @@ class NemotronLayersEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields `layers` and `num_layers` of a Nemotron-H model from config.json.
-        The key `num_hidden_layers` is ignored.
+        The key `num_hidden_layers` is ignored. Raises ConfigMismatchError for other kinds of layers, and for none.
         """
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
@@ -71,7 +71,8 @@ class NemotronLayersEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of a Nemotron-H model's layer kinds, and `num_hidden_layers`.
-        Layer kinds are written both as names (for new software) and as letters (for old).
+        Layer kinds are written both as names (for new software) and as letters (for old). Raises ConfigMismatchError
+        for layers with a mixer and a feed-forward block, or of other kinds.
         """
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
         if not all(len(half) == 1 and half[0] in _DISK_KINDS for half in halves):
@@ -86,7 +87,7 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """Translation to and from config.json of `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`.
+    """Translation to and from config.json of `mlp_bias`, and of the section `moe` if some layer has experts.
     With experts, `mlp_bias` must be false.
     """
 
@@ -99,7 +100,9 @@ class OptionalMoeEntry:
         return self.experts.handled_config_keys | {"mlp_bias"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `moe`, None if no layer has experts, and `mlp_bias`."""
+        """Return, from config.json, the `ModelConfig` fields `moe`, None if no layer has experts, and `mlp_bias`.
+        Raises ConfigMismatchError for `mlp_bias` with experts.
+        """
         biased = bool(raw.get("mlp_bias", False))
         if "moe" not in NemotronLayersEntry().fields_from_config(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
@@ -108,7 +111,9 @@ class OptionalMoeEntry:
         return {**self.experts.fields_from_config(raw), "mlp_bias": False}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_bias` of config.json with its value and, for a model with experts, the keys of experts and router."""
+        """Return config.json's `mlp_bias` with its value and, with experts, the keys of experts and router.
+        Raises ConfigMismatchError for `mlp_bias` with experts.
+        """
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:

@@ -86,7 +86,9 @@ class OlmoHybridLayersEntry:
 
 @dataclass(frozen=True)
 class NullableRopeEntry(OptionalRopeEntry):
-    """Translation to and from config.json of rotary positions, or of none if `rope_theta` or `rope_type` is null, as on the hub."""
+    """Translation to and from config.json of rotary positions, which a model may lack.
+    They are absent if `rope_theta` or `rope_type` is null, as on the hub.
+    """
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -106,7 +108,7 @@ class NullableRopeEntry(OptionalRopeEntry):
 
 @dataclass(frozen=True)
 class ConvolutionThird(DiskTensor):
-    """One of the three disk tensors of a delta net's convolution: that of queries, keys or values, or a third of all channels.
+    """Disk tensor of a delta net's convolution: the channels of queries, keys or values, or a third of all.
 
     Attributes:
         whole: slices of all three.
@@ -117,7 +119,7 @@ class ConvolutionThird(DiskTensor):
     number: int
 
     def fit_to_shape(self, shape: TensorShape) -> DiskTensor:
-        """Return the disk tensor of a third of the channels, as torch.chunk gives it, in a file where it has that shape."""
+        """Return this disk tensor, or the third of all channels that torch.chunk gives if only that has `shape`."""
         ends = [sum(part.shape[0] for part in self.whole[: number + 1]) for number in range(3)]
         size = -(-ends[-1] // 3)
         first, last = self.number * size, min((self.number + 1) * size, ends[-1])

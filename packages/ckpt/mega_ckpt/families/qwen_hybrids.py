@@ -69,7 +69,9 @@ class GatedDeltaNetEntry:
         return {"delta": {name: value for entry in _SIZES for name, value in entry.fields_from_config(raw).items()}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's head counts and sizes of the gated delta nets; 1 each if the model has none."""
+        """Return config.json's head counts and sizes of the gated delta nets; 1 each if the model has none.
+        Raises ConfigMismatchError for another epsilon than the model's, and for negative eigenvalues.
+        """
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
@@ -116,7 +118,7 @@ class QwenLayersEntry:
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of the layer types of a Qwen hybrid.
         They are `layer_types` and, unless all layers have one kind of feed-forward block, the keys that select the
-        layers with experts.
+        layers with experts. Raises ConfigMismatchError for another kind of feed-forward block than the family's.
         """
         out = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "delta"))}
         if not self.feed:

@@ -126,7 +126,7 @@ def patch_merger_tensor_rules(disk: str, canonical: str) -> tuple[TensorRule, ..
 
 @dataclass(frozen=True)
 class OutHiddenSizeEntry:
-    """Translation to and from config.json of `out_hidden_size` of the vision encoder, which must equal the text model's width."""
+    """Check of a vision encoder's `out_hidden_size` in config.json, which must be the text model's width."""
 
     handled_config_keys: frozenset[str] = frozenset()
     handled_model_fields: frozenset[str] = frozenset()

@@ -77,7 +77,8 @@ class RopeEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from config.json.
         It is read from `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the
-        family.
+        family. Raises ConfigMismatchError for a scaling that the family does not have, sets per layer type, and
+        conflicts.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -114,7 +115,8 @@ class RopeEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of the rotary positions, for new and old versions of transformers.
-        They are `rope_parameters` for new versions, and `rope_scaling` and `rope_theta` for old ones.
+        They are `rope_parameters` for new versions, and `rope_scaling` and `rope_theta` for old ones. Raises
+        ConfigMismatchError for rotary settings that the family does not have.
         """
         rope = model.rope
         self._check_fraction(rope.fraction)
@@ -184,7 +186,7 @@ def find_unused_rope_keys(raw: ConfigDict) -> list[str]:
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
     for name, info in RopeConfig.model_fields.items():
         if name not in _COVERED and getattr(rope, name) != info.default:
-            raise ConfigMismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
+            raise ConfigMismatchError(f"rope.{name} = {getattr(rope, name)!r} has no key in config.json")
     found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
     return {key: value for key, value in found.items() if value is not None and _DEFAULTS.get(key) != value}
 
@@ -214,7 +216,8 @@ class RotaryDimEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `rope` from config.json, with the number of rotated elements of a head.
-        The rotary fraction follows from that number if its key is given.
+        The rotary fraction follows from that number if its key is given. Raises ConfigMismatchError if it is not from 1
+        to the head dimension.
         """
         size, width, heads = (raw.get(key) for key in self.sizes)
         size = size or (width // heads if width and heads else None)
@@ -257,7 +260,7 @@ class GlobalLocalRopeEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of two sets of rotary parameters from config.json.
         They are `rope` (full-attention layers) and `local_rope` (sliding-window layers). The key `rope_scaling` applies
-        to `rope` only.
+        to `rope` only. Raises ConfigMismatchError if `rope_parameters` are not sets per layer type.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):

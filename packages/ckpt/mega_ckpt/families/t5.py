@@ -31,7 +31,9 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class T5LayerCountsConfigEntry:
-    """Translation to and from config.json of the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
+    """Translation to and from config.json of T5's encoder and decoder layer counts and decoder start token.
+    The counts are equal by default.
+    """
 
     handled_config_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
@@ -40,7 +42,8 @@ class T5LayerCountsConfigEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields `num_layers` and `encoder` of an encoder-decoder from config.json.
-        `num_layers` is the sum over encoder and decoder; `encoder` has the encoder's layers and the start token.
+        `num_layers` is the sum over encoder and decoder; `encoder` has the encoder's layers and the start token. Raises
+        ConfigMismatchError for a decoder or encoder alone.
         """
         if not raw.get("is_encoder_decoder", True):
             raise ConfigMismatchError("is_encoder_decoder = False is not supported")
@@ -51,7 +54,8 @@ class T5LayerCountsConfigEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of the layers of an encoder-decoder and its start token.
-        They are `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and `is_encoder_decoder`.
+        They are `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and `is_encoder_decoder`. Raises
+        ConfigMismatchError without an encoder, or with a bias of the output layer.
         """
         if model.encoder is None:
             raise ConfigMismatchError("encoder is missing")
@@ -83,7 +87,9 @@ class RelativePositionsEntry:
         return {"position": "relative", "relative": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of relative position buckets and the maximum distance."""
+        """Return the config.json keys of the number of relative position buckets and the maximum distance.
+        Raises ConfigMismatchError for other positions.
+        """
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
             raise ConfigMismatchError(f"position must be relative, with relative.every_layer = {self.every_layer}")
         return {
@@ -121,7 +127,8 @@ class T5OutputScaleConfigEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of T5's output projection and its input scale.
-        They are `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with `by_tie`.
+        They are `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with `by_tie`. Raises
+        ConfigMismatchError for another factor on logits.
         """
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
@@ -148,7 +155,9 @@ class T5HeadSizeEntry:
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `d_kv` of config.json with its value, the head dimension, even if it is the default."""
+        """Return the key `d_kv` of config.json with its value, the head dimension, even if it is the default.
+        Raises ConfigMismatchError for grouped queries.
+        """
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
         return {"d_kv": model.query_key_head_dim}

@@ -71,7 +71,8 @@ class NativeResolutionEntry:
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return the config.json keys of patches, windows and positions for images of any shape.
-        They are taken from the section `native` of `model`, a `VisionConfig`.
+        They are taken from the section `native` of `model`, a `VisionConfig`. Raises ConfigMismatchError without that
+        section.
         """
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")

@@ -132,7 +132,7 @@ class VisionLanguageFamily(ModelFamily):
         return self.text or next((family for family in self.own_texts if family.name == name), None)
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the images of this config.json are supported; else its text model may be, on its own."""
+        """Return True: images are supported, unless a subclass reads some config.json files as those of text models."""
         return True
 
     @property
@@ -142,7 +142,8 @@ class VisionLanguageFamily(ModelFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a vision-language model's config.json describes.
-        It has the text model and the vision encoder. Errors name `source`.
+        It has the text model and the vision encoder. Errors name `source`. Raises CheckpointError for another vision
+        encoder or settings that are not supported.
         """
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         inner = raw.get("vision_config") or {}

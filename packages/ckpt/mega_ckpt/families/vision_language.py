@@ -97,7 +97,9 @@ _DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 100
 
 @dataclass(frozen=True)
 class GridPinpointsEntry:
-    """Translation to and from config.json of LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
+    """Translation to and from config.json of LLaVA-NeXT's `image_grid_pinpoints`.
+    They are the resolutions that an image may be resized to.
+    """
 
     handled_config_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
     handled_model_fields: frozenset[str] = frozenset({"pinpoints"})

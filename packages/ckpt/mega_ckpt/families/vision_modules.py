@@ -21,7 +21,9 @@ from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.vision_family import STYLES, VisionLanguageFamily, VisionLanguageTensorNaming, text_only_config
 from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.layer_kinds import find_largest_divisor
 from mega_common.model_config import ModelConfig
+from mega_common.strict_config import format_setting_value
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 _TIED = "tie_word_embeddings"
@@ -79,7 +81,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         native = isqrt(_find_size(inner, ("num_patches",), 256))  # of encoders for images of any shape
         patches = sizes["image_size"] // sizes["patch_size"] or native
         sizes["image_size"] = patches * sizes["patch_size"]
-        sizes["num_attention_heads"] = _largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
+        sizes["num_attention_heads"] = find_largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
         positions = text.rope.sections is not None
         module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
         fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False, "module": module}
@@ -122,15 +124,14 @@ class VisionModuleFamily(VisionLanguageFamily):
             return ["vision.module is missing"]
         if model.vision.module.model_type != self.name:
             return [f"vision.module is of model_type {model.vision.module.model_type}"]
-        together = self.has_bidirectional_images(model.vision.module.config)
-        if model.vision.bidirectional != together or model.vision.bidirectional_windows != together:
-            value = str(together).lower()
-            return [f"vision.bidirectional and bidirectional_windows must be {value}, as in vision.module.config"]
-        return [] if self.text is None else self.text.unsupported_settings(text_only_config(model))
-
-    def has_bidirectional_images(self, raw: ConfigDict) -> bool:
-        """Return whether placeholders of an image attend to each other in decoder layers with a sliding window."""
-        return False
+        if self.text is None:
+            return []
+        read = self.read_config_json(model.vision.module.config).vision
+        fields = [name for name in VisionConfig.model_fields if name != "module"]
+        if changed := [name for name in fields if getattr(model.vision, name) != getattr(read, name)]:
+            found, value = (format_setting_value(getattr(each, changed[0])) for each in (model.vision, read))
+            return [f"vision.{changed[0]} = {found} must be {value}, as in vision.module.config"]
+        return self.text.unsupported_settings(text_only_config(model))
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
         """Return the content of config.json for `model`: that of its vision module with the text model's settings."""
@@ -159,7 +160,7 @@ class OptionalVisionFamily(VisionModuleFamily):
     """Declaration of a vision-language model whose folders without `vision_config` are read as text models."""
 
     def reads_images_of(self, raw: ConfigDict) -> bool:
-        """Return whether the model has a vision encoder."""
+        """Return whether config.json has a vision encoder; without one it is read as that of a text model."""
         return raw.get("vision_config") is not None
 
 
@@ -171,10 +172,12 @@ class Gemma4VisionFamily(OptionalVisionFamily):
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token.
+        Placeholders have the per-layer inputs of the padding token. Raises CheckpointError if `pad_token_id` is
+        missing.
         """
-        model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
-        together = self.has_bidirectional_images(raw)
+        model, text = super().read_config_json(raw, source), self.text_config_of(raw)
+        padding = text.get("pad_token_id")
+        together = text.get("use_bidirectional_attention") == "vision" and model.has_attention_windows
         if padding is None or model.vision is None:
             raise CheckpointError(
                 f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
@@ -182,10 +185,6 @@ class Gemma4VisionFamily(OptionalVisionFamily):
         fields = {"layer_input_token": padding, "bidirectional": together, "bidirectional_windows": together}
         vision = model.vision.model_copy(update=fields)
         return model.model_copy(update={"vision": vision})
-
-    def has_bidirectional_images(self, raw: ConfigDict) -> bool:
-        """Return whether config.json has `use_bidirectional_attention: vision`."""
-        return self.text_config_of(raw).get("use_bidirectional_attention") == "vision"
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
@@ -197,10 +196,6 @@ def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> in
     values = (section.get(key) for key in keys)
     firsts = (value[0] if isinstance(value, list | tuple) and value else value for value in values)
     return next((value for value in firsts if isinstance(value, int) and value > 0), default)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[VisionLanguageTensorNaming, ...]:

@@ -40,7 +40,9 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `sliding_window` of config.json with its value, or no key if the family does not support windows."""
+        """Return config.json's `sliding_window` with its value, or no key if the family has no windows.
+        Raises ConfigMismatchError for a window in a family without windows.
+        """
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -50,7 +52,7 @@ class UniformWindowEntry:
 
 @dataclass(frozen=True)
 class LayerTypesEntry:
-    """Translation to and from config.json of a window size and a list of layer types; without the list, every n-th layer has full attention.
+    """Translation to and from config.json of a window size and layer types; by default every n-th is full.
 
     Attributes:
         size: the window if the key is absent.
@@ -132,7 +134,7 @@ class QwenWindowEntry:
 
 @dataclass(frozen=True)
 class OptionalWindowConfigEntry:
-    """Translation to and from config.json of one sliding window in every layer or none, selected by `use_sliding_window`."""
+    """Translation to and from config.json of one sliding window in all layers or none (`use_sliding_window`)."""
 
     size: int = 4096
     handled_config_keys: frozenset[str] = frozenset(
@@ -177,6 +179,7 @@ class RopeInWindowsEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json.
         They are `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the same layers.
+        Raises ConfigMismatchError if the layers are given as neither a list nor a number.
         """
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         if size is None and self.none_rotates_all:
@@ -204,11 +207,9 @@ class RopeInWindowsEntry:
 
 
 def check_layer_types(raw: ConfigDict, size: int | None) -> None:
-    """Check that the list `layer_types` of a config.json agrees with the same window in every layer.
-    The family has a window of `size`, or none, in every layer. The list may be absent from `raw`, the config.json.
+    """Raise ConfigMismatchError if a config.json's `layer_types` disagrees with one window, or none, in all layers.
 
-    Raises:
-        ConfigMismatchError: when it does not.
+    The family has a window of `size`, or none, in every layer. The list may be absent from `raw`, the config.json.
     """
     kind = _LOCAL if size else _FULL
     if any(each != kind for each in raw.get("layer_types") or ()):
@@ -227,7 +228,8 @@ def build_window_layer_types(full: Sequence[bool]) -> list[str]:
 
 def build_sliding_window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
     """Return the `ModelConfig` fields of sliding windows for a list of transformers' layer types.
-    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`.
+    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`. Raises ConfigMismatchError for
+    other types, another number of layers, and windows without a size.
     """
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
         unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds

@@ -58,7 +58,9 @@ class MimoHeadsEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of windows, heads and sinks; `sliding_window_size` does not count the query's own key."""
+        """Return the `ModelConfig` fields of windows, heads and sinks from config.json.
+        `sliding_window_size` does not count the query's own key.
+        """
         if raw.get("sliding_window_size") is not None:
             raw = {**raw, "sliding_window": raw["sliding_window_size"] + 1}
         kinds = raw.get("layer_types")

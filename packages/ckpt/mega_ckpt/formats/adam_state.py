@@ -67,9 +67,7 @@ def to_lazy_tensor(path: Path, one: StoredTensor) -> LazyTensor:
 
 
 def parse_integer(value: Any) -> int | None:
-    """Return an integer that may be stored as a one-element tensor or an enumeration's value.
-    Returns None for anything else.
-    """
+    """Return the integer that a number, a one-element tensor or an enumeration's value stands for, else None."""
     if isinstance(value, PickledObjectPlaceholder) and len(value.args) == 1:
         (value,) = value.args
     if isinstance(value, StoredTensor | LazyTensor):
@@ -137,9 +135,9 @@ def match_adam_moments_to_names(
 
 
 def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredTensor]]) -> NamedAdamState | None:
-    """Return the weights and Adam moments of a Colossal-AI checkpoint.
-    The weights are in `folder`, file by file in order; the moments are in the sibling folder `optimizer`. Returns None
-    without moments.
+    """Return the weights and Adam moments of a Colossal-AI checkpoint, or None if it has no moments.
+
+    The weights are in `folder`, file by file in order; the moments are in the sibling folder `optimizer`.
 
     Raises:
         CheckpointError: when files are missing or damaged.
@@ -174,11 +172,10 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
 def read_hf_adam_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
-    """Return `weights` with the Adam moments that transformers or Accelerate saved in `folder`.
-    The moments are in optimizer.pt (transformers) or optimizer.bin (Accelerate). If they cannot be read, the result has
-    the reason. Returns None without either file.
+    """Return `weights` with the Adam moments that transformers or Accelerate saved in `folder`, None if neither did.
 
-    An unreadable optimizer file is not an error, since the weights are in other files.
+    The moments are in optimizer.pt (transformers) or optimizer.bin (Accelerate). An unreadable optimizer file is not an
+    error, since the weights are in other files: the result has the reason.
     """
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:

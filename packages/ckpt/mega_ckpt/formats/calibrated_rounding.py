@@ -39,7 +39,7 @@ class InputSecondMoments:
 
     @classmethod
     def prepare(cls, moments: Tensor) -> InputSecondMoments:
-        """Return the moments [I, I], X X^T over the calibration data, in the form for rounding.
+        """Damp, order and factorize second moments X X^T [I, I] of calibration data, for rounding a weight.
 
         Raises:
             CheckpointError: when they are not finite.

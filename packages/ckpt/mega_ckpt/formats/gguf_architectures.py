@@ -217,16 +217,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def map_gguf_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
-    """Return {GGUF metadata key without the architecture's name: config.json key} for keys whose values carry over unchanged."""
+    """Return {GGUF metadata key: config.json key} for keys whose values carry over unchanged.
+    The metadata keys are without the architecture's name.
+    """
     return {**_KEYS, **architecture.keys}
 
 
 def detect_gguf_architecture(file: GgufModel) -> GgufArchitecture:
-    """Return the supported architecture of a GGUF file, by its metadata; CheckpointError if it is not supported.
-
-    Raises:
-        CheckpointError: when it is missing or not supported.
-    """
+    """Return the supported architecture of a GGUF file, by its metadata; CheckpointError if it has none."""
     if "general.architecture" not in file.metadata:
         raise CheckpointError(f"{file.path}: the metadata key general.architecture is missing")
     name = str(file.metadata["general.architecture"])

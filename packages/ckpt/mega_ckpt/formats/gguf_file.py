@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_common.bounded_parsing import explain_read_error
+from mega_common.bounded_parsing import explain_read_error, refuse_lfs_pointer
 from mega_common.errors import CheckpointError, MissingPackageError
 
 MAX_ELEMENTS = 1 << 22  # of all metadata arrays; a vocabulary of 262,144 tokens needs about 1.3 million
@@ -213,6 +213,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
             super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
 
     try:
+        refuse_lfs_pointer(path, CheckpointError)
         check_gguf_header(path)
         reader = ArrayGgufReader(path, "c")  # copy-on-write, since torch requires writable memory
         if reader.byte_order != "I":

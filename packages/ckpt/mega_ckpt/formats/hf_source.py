@@ -181,8 +181,8 @@ def build_checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that a folder has enough tensors for a model, before a tensor table is built.
-    The number of tensors, `held`, must be at least the model's number of layers and of experts.
+    """Check that a folder has at least as many tensors as its config has layers and experts.
+    It is a quick check before a tensor table is built; `held` is the number of tensors.
 
     Raises:
         CheckpointError: with the counts.
@@ -231,9 +231,8 @@ def check_tensor_table(
 def load_hf_config(
     path: Location, raw: Mapping[str, Any] | None = None, families: Sequence[ModelFamily] = ()
 ) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the model family, the model configuration, and the unread keys of a config.json.
-    The file is at `path`; `raw` is its content, if already read. Unread keys are those that nothing reads.
-    `families` come from extensions.
+    """Return the model family, the model configuration, and the keys of a config.json that nothing reads.
+    The file is at `path`; `raw` is its content, if already read. `families` come from extensions.
 
     Raises:
         CheckpointError: when it is not a JSON mapping, or describes an unsupported model.
@@ -261,8 +260,9 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
 
 
 def warn_of_unread_config_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
-    """Log warnings of config.json keys that nothing reads.
-    The keys are `keys`. Image preprocessing settings that mega does not apply are warned of, too.
+    """Log warnings of config.json keys that nothing reads, and of image settings that mega does not apply.
+
+    The unread keys are `keys`; the image settings are those of the folder's image processor.
     """
     if keys:
         logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
@@ -335,12 +335,7 @@ def _sorted(paths: Iterable[Location]) -> list[Location]:
 
 
 def check_settings_files(paths: Iterable[Location]) -> None:
-    """Check that the .json and .jinja paths of a folder are readable files.
-    Raises CheckpointError for a dangling link, a folder or a FIFO, which is not the same as an absent file.
-
-    Raises:
-        CheckpointError: naming a dangling link, or a folder or FIFO of such a name.
-    """
+    """Raise CheckpointError if a .json or .jinja path of a folder is a dangling link, a folder or a FIFO."""
     for path in paths:
         if isinstance(path, Path) and path.suffix in (".json", ".jinja") and not path.is_file():
             reason = "a dangling link" if path.is_symlink() and not path.exists() else "a folder or a FIFO"

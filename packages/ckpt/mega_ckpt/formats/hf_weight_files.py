@@ -152,23 +152,14 @@ def _weight_map(index: Location) -> Mapping[str, str]:
 
 
 def check_file_name(name: object, source: str, suffix: str = ".safetensors") -> None:
-    """Check that `name` is the plain name of a file that ends with `suffix`, not a path.
-    Raises CheckpointError naming `source` if not.
-
-    Raises:
-        CheckpointError: naming `source`.
-    """
+    """Raise CheckpointError, naming `source`, if `name` is not the plain name of a file that ends with `suffix`."""
     plain = isinstance(name, str) and name.endswith(suffix) and name.isprintable()
     if not plain or {"/", "\\", ":"} & set(str(name)) or str(name).startswith("."):
         raise CheckpointError(f"{source}: {name!r} must be the plain name of a {suffix[1:]} file in the same folder")
 
 
 def read_json_mapping(path: Location) -> dict[str, Any]:
-    """Read a JSON object from a file; CheckpointError for anything else.
-
-    Raises:
-        CheckpointError: when the file is anything else.
-    """
+    """Read a JSON object from a file; CheckpointError for anything else."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -177,11 +168,7 @@ def read_json_mapping(path: Location) -> dict[str, Any]:
 
 
 def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
-    """Parse the content of a file as a JSON object; CheckpointError naming `source` for anything else.
-
-    Raises:
-        CheckpointError: when it is anything else, naming `source`.
-    """
+    """Parse the content of a file as a JSON object; CheckpointError naming `source` for anything else."""
     try:
         raw = parse_json_text(content)
     except ValueError as error:

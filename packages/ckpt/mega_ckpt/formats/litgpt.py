@@ -12,6 +12,7 @@ from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
+from mega_common.strict_config import format_setting_value
 
 FILE = "model_config.yaml"
 _FEEDS = {
@@ -54,7 +55,9 @@ def read_litgpt_config(path: Location) -> ModelConfig:
         if raw.get("rope_indices") and raw["rope_indices"] != raw.get("sliding_window_indices"):
             other.append("rope_indices")
         if other:
-            raise CheckpointError(f"{path}: {other[0]} = {raw[other[0]]!r} is not supported", hint=hint)
+            raise CheckpointError(
+                f"{path}: {other[0]} = {format_setting_value(raw[other[0]])} is not supported", hint=hint
+            )
         return ModelConfig.parse(_model_fields(raw), source=str(path))
     except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"{path}: does not describe a model ({error})", hint=hint) from None

@@ -94,7 +94,8 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments of a T5, none for other models.
-        Megatron's `num_layers` counts the decoder's layers only.
+        Megatron's `num_layers` counts the decoder's layers only. Raises ConfigMismatchError for what Megatron's T5 does
+        not have.
         """
         encoder = model.encoder
         if encoder is None:
@@ -130,7 +131,8 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of a hybrid model from Megatron's arguments.
-        They are `num_layers`, `layers` and `mamba`. A model of transformer layers has none.
+        They are `num_layers`, `layers` and `mamba`. A model of transformer layers has none. Raises ConfigMismatchError
+        for an invalid pattern, gated delta nets, and MTP layers.
         """
         try:
             pattern = build_hybrid_pattern(raw)
@@ -148,7 +150,9 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
+        """Return Megatron's arguments `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes.
+        Raises ConfigMismatchError for layers and Mamba-2 settings that Megatron's hybrid model does not have.
+        """
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]

@@ -75,7 +75,8 @@ class MegatronActivationEntry(MegatronMultiKeyEntry):
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields `activation` and `activation_limit` from Megatron's arguments.
-        GELU has the tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS).
+        GELU has the tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS). Raises
+        ConfigMismatchError for a clamp or offset that the activation does not have in mega.
         """
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
@@ -140,7 +141,8 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of attention windows from Megatron's arguments.
         They are `sliding_window` (None: unlimited) from `window_size`, and `full_attention_layers` from
-        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
+        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer. Raises
+        ConfigMismatchError for windows that include tokens after the query.
         """
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
@@ -168,7 +170,7 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
 
 def count_mtp_layers(raw: ConfigDict) -> int:
     """Return the number of multi-token prediction (MTP) layers in Megatron's arguments.
-    MTP layers follow the last decoder layer.
+    MTP layers follow the last decoder layer. Raises ConfigMismatchError if it is negative or too large.
     """
     count: int = raw.get("mtp_num_layers") or 0
     if not 0 <= count <= MOST_LAYERS:
@@ -208,7 +210,8 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` section `moe` from Megatron's arguments, None without experts.
-        In a hybrid model the layer pattern selects the layers with experts.
+        In a hybrid model the layer pattern selects the layers with experts. Raises ConfigMismatchError for another
+        score than softmax or sigmoid.
         """
         if not raw.get("num_experts"):
             return {"moe": None}
@@ -250,7 +253,9 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's mixture-of-experts arguments; only `num_experts` as None for a model without experts."""
+        """Return Megatron's mixture-of-experts arguments; only `num_experts` as None for a model without experts.
+        Raises ConfigMismatchError for another score than softmax or sigmoid.
+        """
         moe = model.moe
         if moe is None:
             return {"num_experts": None}
@@ -331,7 +336,8 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments.
-        There are none without multi-token prediction (MTP) layers, since the loss weight then has no effect.
+        There are none without multi-token prediction (MTP) layers, since the loss weight then has no effect. Raises
+        ConfigMismatchError for other MTP arguments.
         """
         if not (count := count_mtp_layers(raw)):
             return {}
@@ -341,7 +347,9 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments `mtp_num_layers` and `mtp_loss_scaling_factor`."""
+        """Return Megatron's arguments `mtp_num_layers` and `mtp_loss_scaling_factor`.
+        Raises ConfigMismatchError if MTP layers have another feed-forward block than the last layer.
+        """
         if not model.mtp_layers:
             return {"mtp_num_layers": None}
         last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -354,7 +362,7 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Translation to and from config.json of a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
+    """Mapping of a boolean Megatron argument to the negation of a boolean field of `ModelConfig`."""
 
     key: str
     field: str

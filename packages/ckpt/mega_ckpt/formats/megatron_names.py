@@ -305,7 +305,7 @@ def get_megatron_layer_prefix(model: ModelConfig, index: int) -> str:
 
 
 def count_encoder_or_decoder_layers(model: ModelConfig, stack: str) -> int:
-    """Return the number of layers of `stack`, which is "encoder" or "decoder"."""
+    """Return the number of layers of a T5's `stack`, "encoder.layers." or "decoder.layers."; of other models all."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers

@@ -49,12 +49,14 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of the kind of position embeddings and the rotary settings."""
+        """Return Megatron's arguments of the kind of position embeddings and the rotary settings.
+        Raises ConfigMismatchError for positions that Megatron does not have.
+        """
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
         if model.position not in names:
-            raise ConfigMismatchError(f"position = {model.position!r} has no counterpart")
+            raise ConfigMismatchError(f"position = {model.position!r} is not supported by Megatron")
         return {
             "position_embedding_type": "yarn" if yarn else names[model.position],
             "rotary_base": int(rope.theta),
@@ -160,7 +162,9 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
             raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of multi-head latent attention (MLA): ranks, head sizes and rotary type."""
+        """Return Megatron's arguments of multi-head latent attention (MLA): ranks, head sizes and rotary type.
+        Raises ConfigMismatchError for an indexer, an attention gate and other positions.
+        """
         mla = model.mla
         if mla is None:
             return {"multi_latent_attention": False}

@@ -199,7 +199,6 @@ class MegatronSource:
 
     def read_training_state(self) -> ConvertedTrainingState:
         """Return the optimizer and trainer state in the Megatron checkpoint, to resume from.
-        Raises OptimizerNotConverted, with the reason, if it cannot be converted.
 
         Raises:
             OptimizerNotConverted: with the reason, if the state cannot be converted.

@@ -252,7 +252,7 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
     if biases:
         module = biases[0].removesuffix(".lora_B.bias")
         raise CheckpointError(
-            f"{folder / WEIGHTS}: lora_bias = True is not supported for {module}, which has no bias in the base model"
+            f"{folder / WEIGHTS}: lora_bias = true is not supported for {module}, which has no bias in the base model"
         )
     parts = re.compile(r"\.(lora_|base_layer\b|token_adapter\b|trainable_tokens_|modules_to_save\b)")
     modules = dict.fromkeys(parts.split(name)[0].removesuffix(".weight") for name in left)

@@ -33,7 +33,7 @@ from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
-from mega_common.strict_config import ConfigProblem, StrictConfig, find_config_problems
+from mega_common.strict_config import ConfigProblem, StrictConfig, find_config_problems, format_setting_value
 
 ReadTensor = Callable[[str], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -74,7 +74,7 @@ class _PeftOptions(StrictConfig):
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield ConfigProblem("alpha_pattern", f"the key {pattern!r} is no regular expression ({error})")
+                yield ConfigProblem("alpha_pattern", f"the key {pattern!r} is not a regular expression ({error})")
 
 
 def check_peft_options(config: Mapping[str, Any], where: object) -> None:
@@ -88,22 +88,23 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
     kind = config.get("peft_type", "LORA")
     if kind not in _TYPES:
         raise CheckpointError(
-            f"{where}: peft_type = {kind!r} is not supported (only {' and '.join(_TYPES)})", hint=_MERGE
+            f"{where}: peft_type = {format_setting_value(kind)} is not supported (only {' and '.join(_TYPES)})",
+            hint=_MERGE,
         )
     for key, value in config.items():
         supported = key in _APPLIED or key in _WITHOUT_EFFECT
         if not supported and value is not None and value is not False and value not in ({}, [], ""):
-            raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
+            raise CheckpointError(f"{where}: {key} = {format_setting_value(value):.120} is not supported", hint=_MERGE)
     for problem in find_config_problems(
         _PeftOptions, {key: config[key] for key in _PeftOptions.model_fields.keys() & config.keys()}
     ):
         raise CheckpointError(f"{where}: {problem}", hint=_MERGE)
     if config.get("bias") not in _BIASES:
-        raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
+        raise CheckpointError(f"{where}: bias = {format_setting_value(config['bias'])} is not supported", hint=_MERGE)
     init = config.get("init_lora_weights")
     if init not in _INITS:
         raise CheckpointError(
-            f"{where}: init_lora_weights = {init!r} is not supported, since PEFT may change the base weights with it",
+            f"{where}: init_lora_weights = {format_setting_value(init)} is not supported, since PEFT may change the base weights with it",
             hint="save the adapter with path_initial_model_for_weight_conversion, as a plain LoRA adapter",
         )
 
@@ -152,12 +153,7 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
 
 
 def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
-    """Check that the LoRA factors A and B in a PEFT file are matrices.
-    Raises CheckpointError for one that is flattened or empty.
-
-    Raises:
-        CheckpointError: naming one that is flattened or empty.
-    """
+    """Raise CheckpointError if a LoRA factor A or B in a PEFT file is flattened or empty instead of a matrix."""
     for key, shape in shapes.items():
         if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
             raise CheckpointError(

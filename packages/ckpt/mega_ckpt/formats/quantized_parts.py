@@ -147,7 +147,7 @@ def describe_rounding(
 
 
 def find_unquantized_layers(table: Mapping[str, DiskTensor], tensors: TensorTypes) -> list[str]:
-    """Return the names of the modules that have a matrix among `tensors`, and are not quantized."""
+    """Return the sorted names of the modules that have a matrix that is not quantized, and `lm_head`."""
     linear = _find_linear_weights(table)
     matrices = [name for name, (_, shape) in tensors.items() if len(shape) == 2 and name.endswith(".weight")]
     return sorted({"lm_head"} | {name.removesuffix(".weight") for name in matrices if name not in linear})

@@ -55,10 +55,9 @@ class _UnsupportedSchemeError(ValueError):
 def dequantize_tensors(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Location
 ) -> tuple[Mapping[str, LazyTensor], str | None]:
-    """Return the tensors of a HuggingFace folder, dequantized when read.
-    The second value is a description of the quantization, None without quantization.
+    """Return the tensors of a HuggingFace folder, dequantized when read, and a description of the quantization or None.
 
-    Tensors are decoded when read, a few rows at a time. Scales of activations are left out: weights do not depend on them.
+    Tensors are decoded a few rows at a time. Scales of activations are left out: weights do not depend on them.
 
     Args:
         tensors: tensors of the files.

@@ -137,8 +137,8 @@ def load_untrusted_pickle(
     stored: Callable[[Any], Any] = _reject_persistent_id,
 ) -> Any:
     """Load a pickle without running code in it.
-    The result has builtin containers and `PickledObjectPlaceholder` placeholders. Raises CheckpointError for functions and classes
-    that are not allowed.
+
+    The result has builtin containers and `PickledObjectPlaceholder` placeholders.
 
     Args:
         data: the pickle, or a stream positioned at its start; the stream is left at its end.
@@ -147,7 +147,7 @@ def load_untrusted_pickle(
         stored: resolves persistent ids.
 
     Raises:
-        CheckpointError: when it has a name that is not allowed, or is damaged.
+        CheckpointError: when it has a function or class that is not allowed, or is damaged.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:

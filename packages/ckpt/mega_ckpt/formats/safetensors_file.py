@@ -138,7 +138,7 @@ class SafetensorsFile:
             size = file.file_size()
             length = struct.unpack("<Q", tensor_bytes(file.read_range(0, 8)))[0] if size >= 8 else _LONGEST_HEADER
             if length > min(_LONGEST_HEADER, size - 8):
-                refuse_lfs_pointer(path, bytes(tensor_bytes(file.read_range(0, min(size, 64)))), CheckpointError)
+                refuse_lfs_pointer(path, CheckpointError, bytes(tensor_bytes(file.read_range(0, min(size, 64)))))
                 raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
             header = SafetensorsHeader.parse_header(bytes(tensor_bytes(file.read_range(8, 8 + length))), path)
         except OSError as error:

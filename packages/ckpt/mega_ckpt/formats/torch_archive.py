@@ -26,6 +26,7 @@ from torch import Tensor
 from mega_ckpt.formats.safe_pickles import MAX_PICKLE_BYTES, PickledObjectPlaceholder, load_untrusted_pickle
 from mega_ckpt.storage import mmap_file_range
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.bounded_parsing import refuse_lfs_pointer
 from mega_common.errors import CheckpointError
 
 _STORAGES = {
@@ -126,6 +127,7 @@ def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> An
             that exceeds the file.
     """
     try:
+        refuse_lfs_pointer(path, CheckpointError)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if end is None else end
@@ -243,6 +245,7 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
         CheckpointError: when the file is damaged, is not a state dict, or has a function or class that is not allowed.
     """
     try:
+        refuse_lfs_pointer(path, CheckpointError)
         state = load_torch_archive(path) if zipfile.is_zipfile(path) else _load_legacy_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -101,7 +101,7 @@ def _kernel_choice(dtype: torch.dtype) -> dict[str, str]:
 
 
 def build_randomly_initialized_module(described: TransformersModuleConfig, dtype: torch.dtype, seed: int) -> Any:
-    """Return the module in host memory with the random weights of transformers, drawn from `seed`."""
+    """Return a transformers module in host memory with the library's random initial weights, drawn from `seed`."""
     kind = described.model_type
     cls, config = get_causal_lm_class(kind), build_transformers_config(described.config)
     with convert_transformers_errors(kind, "initialise the model"), torch.random.fork_rng(devices=[]):
@@ -185,7 +185,7 @@ class TransformersSource:
         return crop_tensor(self._tensors[name], offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no names: persistent buffers of a transformers module are among its tensors."""
+        """Return an empty list: persistent buffers of a transformers module are among its tensors."""
         return []
 
     def read_buffer(self, name: str) -> Tensor:

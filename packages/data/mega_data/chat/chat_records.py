@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import describe_json_type, parse_json_text
 from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 
@@ -43,6 +43,7 @@ FORMS = (
     "messages, conversations, prompt with completion or response, instruction with output, chosen with rejected,"
     " prompt with completion and label"
 )
+_MESSAGE_HINT = """write messages as {"role": "user", "content": TEXT}, with the role assistant for answers"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def parse_chat_record(
     record = _normalize_label(record)
     tools, options = _collect_tools(record), record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
-        raise DataError("'chat_template_kwargs' is not an object")
+        raise DataError(f"'chat_template_kwargs' must be an object, found {describe_json_type(options)}")
     if pairs and "label" in record and not {"chosen", "rejected"} & record.keys():
         return _parse_rated_answer(record, tools or None, options, loss_on)
     if not pairs and record.get("label") is False:
@@ -104,7 +105,7 @@ def parse_json_record(text: str, columns: Mapping[str, str] | None) -> dict[str,
     except ValueError as error:
         raise DataError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
-        raise DataError("the record is not an object")
+        raise DataError(f"the record is {describe_json_type(record)}, not an object")
     record = select_record_columns(record, columns) if columns else record
     return {key: value for key, value in record.items() if value is not None}
 
@@ -203,7 +204,10 @@ def _parse_pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
     """Return the chosen and the rejected conversation, each with the number of messages before the answer."""
     for key in ("chosen", "rejected"):
         if key not in record:
-            raise DataError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
+            raise DataError(
+                f"no key {key!r}; the keys are {', '.join(record) or 'none'}",
+                hint="a pair has the keys prompt, chosen and rejected; for chats with one answer, pass --kind conversations",
+            )
     repeats = isinstance(record["chosen"], list) and isinstance(record["rejected"], list) and _repeats_prompt(record)
     if ("prompt" in record or "instruction" in record) and not repeats:
         prompt = _parse_prompt(record)
@@ -262,23 +266,24 @@ def _parse_messages_or_text(record: dict[str, Any], key: str, role: str) -> list
 
 def _parse_messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{key!r} is not a list of messages")
+        found = "an empty list" if value == [] else describe_json_type(value)
+        raise DataError(f"{key!r} must be a list of messages, found {found}", hint=_MESSAGE_HINT)
     return [_parse_message(raw, f"{key}[{number}]") for number, raw in enumerate(value)]
 
 
 def _parse_message(raw: Any, name: str) -> Message:
     """Return one message in OpenAI's form, as templates expect it: no keys without a value, tool arguments as objects."""
     if not isinstance(raw, dict):
-        raise DataError(f"{name} is not an object")
+        raise DataError(f"{name} is {describe_json_type(raw)}, not an object", hint=_MESSAGE_HINT)
     message = {key: value for key, value in raw.items() if value is not None}
     if "from" in message and "role" not in message:
         message = _convert_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
-        raise DataError(f"{name} has no 'role'")
+        raise DataError(f"{name} has no 'role'; its keys are {', '.join(message) or 'none'}", hint=_MESSAGE_HINT)
     if isinstance(message.get("content"), list):
         message["content"] = _join_text_parts(message["content"], name)
     if "content" not in message and not message.get("tool_calls"):
-        raise DataError(f"{name} has no 'content'")
+        raise DataError(f"{name} has no 'content'; its keys are {', '.join(message)}", hint=_MESSAGE_HINT)
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_parse_call_arguments(call) for call in message["tool_calls"]]
     return message
@@ -289,7 +294,10 @@ def _convert_sharegpt(message: Message, name: str) -> Message:
         raise DataError(f"{name} has no 'value'")
     role, value = message.pop("from"), message.pop("value", message.get("content"))
     if role not in SHAREGPT:
-        raise DataError(f"{name}.from = {role!r}: must be one of {', '.join(SHAREGPT)}")
+        raise DataError(
+            f"{name}.from = {role!r}: must be one of {', '.join(SHAREGPT)}",
+            hint="rename it: gpt for the model's answers, human for questions",
+        )
     content = {"tool_calls": _parse_sharegpt_calls(value, name)} if role == "function_call" else {"content": value}
     return {"role": SHAREGPT[role], **content, **message}
 
@@ -366,7 +374,8 @@ def _pop_weight(message: Message, number: int) -> Any:
             raise DataError(f"message {number}: {key!r} = true requires the role 'assistant'")
         if weight is not None and bool(weight) != flag:
             raise DataError(
-                f"message {number}: {key!r} is {flag}, which conflicts with another weight", hint="keep one"
+                f"message {number}: {key!r} is {str(flag).lower()}, which conflicts with weight = {weight!r}",
+                hint="keep one of them",
             )
         weight = (weight or 1) if flag else 0
     return weight

@@ -65,7 +65,7 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     def check_syntax(self, source: str) -> None:
-        """Check that the templates are valid Jinja, by rendering a conversation without messages.
+        """Raise DataError if a template is empty, is not valid Jinja, or exceeds the time or memory limit.
 
         Raises:
             DataError: naming the `source` of the templates.
@@ -78,7 +78,7 @@ class ChatTemplate:
                 with limit_render_time(RENDER_SECONDS), limit_render_memory(RENDER_MEMORY):
                     self._render([[]], chat_template=template, **self._variables)
             except jinja2.TemplateSyntaxError as error:
-                reason = f"the chat template is not valid Jinja ({error.message}, line {error.lineno})"
+                reason = f"line {error.lineno}: the chat template is not valid Jinja: {str(error.message).rstrip('.')}"
                 raise DataError(f"{source}: {reason}") from None
             except RecursionError:
                 raise DataError(f"{source}: the chat template is nested too deeply") from None
@@ -106,8 +106,15 @@ class ChatTemplate:
         text, spans = (self._find_marked_answers if self.marks else self._find_answers_by_prefix)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
-            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in conversation.messages))
-            raise DataError(f"no message of the assistant counts in the loss; the roles are {roles or 'none'}")
+            roles = list(dict.fromkeys(message["role"] for message in conversation.messages))
+            if any(conversation.weights):
+                raise DataError("the chat template renders no text of the answers", hint=MARK)
+            if "assistant" in roles:
+                raise DataError("no answer counts in the loss", hint="correct weight or train of its messages")
+            raise DataError(
+                f"no message has the role 'assistant'; the roles are {', '.join(map(repr, roles)) or 'none'}",
+                hint="give answers the role assistant, or remove records without an answer",
+            )
         if sum(span.end - span.begin for span in spans) == len(text):
             raise DataError(
                 "the chat template marks the whole text as an answer, including the questions",
@@ -117,7 +124,7 @@ class ChatTemplate:
 
     @property
     def renders_tools(self) -> bool:
-        """True if the chat template renders tool definitions."""
+        """True if there is a separate template for tools, or the default one uses the variable `tools`."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
     @property
@@ -146,7 +153,7 @@ class ChatTemplate:
         ]
 
     def get_template_config(self) -> dict[str, str]:
-        """Return the default template and the special tokens, under their keys in tokenizer_config.json."""
+        """Return the default template and its variables (special tokens, options) by key of tokenizer_config.json."""
         return {
             **{name: str(token) for name, token in self._variables.items()},
             "chat_template": self._templates["default"],
@@ -160,7 +167,6 @@ class ChatTemplate:
         continue_final_message: bool | None = None,
     ) -> str:
         """Return the text of a conversation up to the start of the next answer.
-        With `continue_final_message`, the text ends inside the last message.
 
         Args:
             conversation: the conversation; its weights are not used.

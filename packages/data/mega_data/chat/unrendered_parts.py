@@ -25,7 +25,6 @@ SHORT = 16  # characters; a shorter content may occur in a text by chance
 
 def find_unrendered_parts(conversation: Conversation, text: str, render: RenderTemplate) -> tuple[str, ...]:
     """Return notes about message keys, such as a name, whose values the chat template left out of `text`.
-    Raises DataError if it left out a content, a tool call or the tools.
 
     Raises:
         DataError: if the content of a message, a tool call or the tools are not in it.

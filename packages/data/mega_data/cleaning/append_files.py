@@ -144,8 +144,8 @@ def load_text_hashes(folder: Path) -> Hashes:
 
 
 def load_signatures(folder: Path, rule: DuplicatesRule) -> Signatures:
-    """Load the documents' MinHash signatures that a cleaning run wrote to `folder/minhash.bin`.
-    The result is uint32 [N, bands * rows], memory-mapped.
+    """Map the MinHash signatures that a cleaning run wrote to `folder/minhash.bin`; no rows if the file is missing.
+    The result is uint32 [N, bands * rows] with the width of `rule`.
     """
     assert rule.minhash is not None
     return _map_file(folder / "minhash.bin", np.dtype("<u4"), rule.minhash.bands * rule.minhash.rows)

@@ -262,7 +262,9 @@ class CleaningRun:
         DocumentCleaner(self.settings)
 
     def run_first_pass(self, skipped_files: SkippedFiles, on_bad_line: str) -> None:
-        """Apply every rule except deduplication to every document, or only to the remaining documents of a resumed run."""
+        """Apply every rule except deduplication to every document, or to those that a resumed run has left.
+        Raises DataError if the inputs have no document.
+        """
         if self.state.finished:
             return
         sources = [source for _, source in self.sources]
@@ -332,7 +334,7 @@ class CleaningRun:
         return f"{folder}/{len(self.state.starts) - 1:05}{suffix}"
 
     def run_second_pass(self) -> None:
-        """Remove duplicate documents from the first pass's output files, one file at a time."""
+        """Divide the first pass's documents into kept ones and duplicates, file by file, if `duplicates` is set."""
         state, rule = self.state, self.config.duplicates
         if rule is None:
             return

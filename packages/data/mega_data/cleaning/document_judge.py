@@ -83,9 +83,8 @@ class RuleTally:
 
 @dataclass
 class CleaningTally:
-    """Counts of a cleaning run.
-    They are documents `read` and `kept` per input as named by the user, counts per cleaning rule, and documents per
-    detected language.
+    """Counts of a cleaning run: documents read and kept, by input, by rule and by detected language.
+    Inputs have the names that the user gave.
     """
 
     read: dict[str, DocumentAndByteCounts] = field(default_factory=dict)
@@ -173,7 +172,7 @@ def _get_judge(settings: CleaningWorkerSettings) -> DocumentCleaner:
 
 
 class DocumentCleaner:
-    """Applies the cleaning rules of a configuration, except deduplication, to documents."""
+    """Cleaner of documents by all rules of a configuration except deduplication."""
 
     def __init__(self, settings: CleaningWorkerSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)

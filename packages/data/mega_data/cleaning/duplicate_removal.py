@@ -56,11 +56,10 @@ class SourceNameTables(NamedTuple):
 
 
 def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
-    """Find duplicate documents in the first-pass output of a cleaning run.
-    The run's folder is `work`. Each document's first equal one and the rule are written to `leaders.npy` and
-    `rules.npy` there.
+    """Find the duplicates in the first-pass output of a cleaning run, and write them to its folder `work`.
 
-    leaders: the original of each document, int64 [N]. rules: 0 for a kept document, else `EXACT` or `NEAR`, uint8 [N].
+    The files are `leaders.npy`, the original of each document, int64 [N], and `rules.npy`, 0 for a kept document, else
+    `EXACT` or `NEAR`, uint8 [N]. Does nothing if they exist.
     """
     if (work / "rules.npy").exists():
         return

@@ -252,9 +252,10 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
-    """Search a document for personal data.
-    Returns a `ChangeDocumentVerdict` with each item replaced by its kind (`<EMAIL>`), a `DropDocumentVerdict` with the reason, or
-    None without personal data.
+    """Search a document for personal data, to mask it or to drop the document.
+
+    Returns a `ChangeDocumentVerdict` with each item replaced by its kind (`<EMAIL>`), a `DropDocumentVerdict` with the
+    reason, or None without personal data.
     """
     found: Counter[str] = Counter()
     result = text.text

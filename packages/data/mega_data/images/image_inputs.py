@@ -24,7 +24,7 @@ class ImageInputs:
 
 @dataclass(frozen=True)
 class ImageText:
-    """Text of an image in a prompt.
+    """Text that stands for one image in a prompt, with its number of features.
 
     Attributes:
         placeholder: text that stands for an image in a prompt or chat template.

@@ -38,7 +38,7 @@ class ImageChatRecord:
 def iterate_image_records(
     inputs: Sequence[str | Path], skipped_files: SkippedFiles
 ) -> Iterator[ImageChatRecord | RejectedItem]:
-    """Yield the conversation records with images of all inputs, in order.
+    """Yield the conversation records with images of all inputs, in order, with rejected items among them.
     Inputs are webdataset shards (.tar) and the formats of `find_corpus_sources`.
     """
     for name in inputs:

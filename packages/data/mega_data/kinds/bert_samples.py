@@ -123,7 +123,6 @@ class BertSamples:
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
     """Trim two text segments to at most `length` tokens in total.
-    The longer one repeatedly loses its first or last token, drawn at random.
 
     The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """
@@ -138,7 +137,7 @@ def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[To
 
 
 def build_bert_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> BertSamples:
-    """Return the BERT samples of one data set's share of a split (dataset kind `bert`).
-    They are in the run's sample order; `num_samples` matters only for order `megatron`.
+    """Return a data set's share of a split as BERT samples; `num_samples` matters only for sample order `megatron`.
+    They are in the run's sample order.
     """
     return BertSamples(part, setting, num_samples)

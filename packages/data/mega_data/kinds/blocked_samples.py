@@ -25,7 +25,7 @@ OPEN_BLOCKS = 4  # a step and the ones that are read ahead may be in several blo
 
 @dataclass(frozen=True)
 class BlockStart:
-    """Number of a block, its first sample in an epoch, and its start in the data."""
+    """Start of a block of documents: its number, its first sample in an epoch, and its position in the data."""
 
     number: int
     first: int
@@ -33,7 +33,7 @@ class BlockStart:
 
 
 class LoadedSampleBlock(NamedTuple):
-    """Samples of a block, and their number `size` in an epoch."""
+    """Samples of one open block of documents, and their number in an epoch (`size`)."""
 
     samples: DatasetSamples[Any]
     size: int
@@ -121,7 +121,7 @@ class BlockedSamples:
             return estimate or self._total or 0
 
     def find_stream_position(self, k: int) -> StreamPosition:
-        """Return the position in the raw data from which a resumed run reads sample `k`, without reading the blocks before it."""
+        """Return the position in the raw data from which a resumed run reads sample `k`, skipping earlier blocks."""
         with self._lock:
             known = self._find_start(k if self._total is None else k % self._total)
             return StreamPosition(

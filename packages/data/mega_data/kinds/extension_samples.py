@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mega_common.errors import ConfigError, MegaError
+from mega_common.errors import ConfigError
 from mega_common.extension_entries import DataKind
-from mega_common.extension_loader import locate_error
+from mega_common.extension_loader import name_extension_in_errors
 from mega_common.strict_config import StrictConfig
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
 from mega_data.sampling.dataset_parts import DatasetPart
@@ -46,23 +44,9 @@ class ExtensionSampleBuilder:
         return CheckedSamples(self.title, package, samples, context.config.seq_length)
 
 
-@contextmanager
-def name_extension_in_errors(title: str, package: str) -> Iterator[None]:
-    """Convert errors of an extension's code to a `ConfigError` with its `title` and the place in its `package`."""
-    try:
-        yield
-    except MegaError:
-        raise
-    except Exception as error:
-        where = locate_error(error, package)
-        raise ConfigError(
-            f"{title} raised {type(error).__name__}: {error} {where}", hint="correct the extension"
-        ) from error
-
-
 @dataclass(frozen=True)
 class CheckedSamples:
-    """Samples of an extension, whose arrays have as many elements as `data.seq_length` says."""
+    """Samples of an extension, each checked on reading: its arrays must have `data.seq_length` elements."""
 
     title: str
     package: str

@@ -33,7 +33,7 @@ def make_megatron_random_generator(seed: int, k: int) -> Random:
 
 
 def make_sample_random_generator(content_key: str, k: int) -> Random:
-    """Return a numpy random generator for sample `k` of the data set named by `content_key`, independent of other samples."""
+    """Return a numpy random generator of its own for sample `k` of the data set named by `content_key`."""
     return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{content_key} sample={k}".encode())))
 
 
@@ -72,7 +72,6 @@ class WholeWordMasker:
 
     def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
         """Yield runs of positions in `tokens` to mask, in the order they are drawn, int64 each.
-        The number of masked tokens is bounded by `length`.
 
         `length` is the target length of the sample, which bounds the number of masked tokens. The generator draws
         lazily, so draws of the caller between two runs come between its own.

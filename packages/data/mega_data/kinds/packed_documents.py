@@ -113,8 +113,9 @@ class DocumentPieces:
 def split_documents_into_segments(
     reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool
 ) -> DocumentPieces:
-    """Return segments of documents, each of which fits a sample of `seq_length`.
-    Documents have the token ranges [begins, ends). Longer documents are split, or left out without `split`.
+    """Return the documents as segments that each fit a sample; longer documents are split, or left out without `split`.
+
+    Documents have the token ranges [begins, ends); those of fewer than two tokens are left out.
 
     Raises:
         DataError: if no document fits.
@@ -338,8 +339,9 @@ class WholeDocumentSamples(PackedSamples):
 
 
 def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
-    """Return the token positions (begins, ends) of the documents of some sequences of a data set.
-    The documents begin in the sequences [first, last). The results are int64 [documents] each.
+    """Return the token positions (begins, ends) of the documents that begin in the sequences [first, last).
+
+    The results are int64 [documents] each.
     """
     bounds = reader.document_index
     documents = np.searchsorted(bounds[:-1], [first, last])
@@ -363,11 +365,7 @@ def build_packed_samples(
 
 
 def reject_megatron_order(part: DatasetPart, setting: DatasetContext) -> None:
-    """Raise ConfigError if the run's sample order is `megatron`, which does not support packing.
-
-    Raises:
-        ConfigError: if the run has that order.
-    """
+    """Raise ConfigError if the run's sample order is `megatron`, which does not support packing."""
     if setting.config.sample_order == "megatron":
         raise ConfigError(
             f"{part.reader.prefix}: kind {part.kind} is not supported with data.order = megatron, which has no packing",

@@ -60,7 +60,7 @@ class RetroSamples:
             )
         self.shape = self._seq_length // self._length, info.neighbors, 2 * self._length
         chunks = self._neighbors.chunks.find_sequence_chunks(part.first, part.last)
-        self._neighbors.check_split_disjoint(chunks)
+        self._neighbors.check_split_overlap(chunks)
         self._count = len(chunks)
         if not self._count:
             raise DataError(f"{part.name}: has no token in its sequences {part.first} to {part.last}")

@@ -51,7 +51,7 @@ class EndOfDocumentRules:
         return cls(setting.eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
 
     def build_sample(self, window: npt.NDArray[np.int64]) -> TrainingSample:
-        """Build a training sample from a window of sequence length + 1 tokens.
+        """Build a training sample from a window of sequence length + 1 tokens, by these rules for document ends.
         Inputs are all but the last token, labels all but the first.
         """
         tokens, labels = window[:-1], window[1:]

@@ -34,7 +34,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def mt19937_64(seed: int) -> Iterator[Words]:
-    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura, 2000) in blocks, uint64 [BLOCK] each."""
+    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura, 2000) in blocks, uint64 [TWISTER_BLOCK] each."""
     state = np.empty(SIZE + TWISTER_BLOCK, np.uint64)
     word = seed & 0xFFFFFFFFFFFFFFFF
     for i in range(SIZE):
@@ -58,7 +58,7 @@ def _temper(x: Words) -> Words:
 
 
 def mt19937_permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of range(count), by a Fisher-Yates shuffle from the last position down."""
+    """Return range(count) shuffled by `std::mt19937_64(seed)`: Fisher-Yates from the last position down, int64."""
     order = np.arange(count)
     view = order.data
     last = count - 1

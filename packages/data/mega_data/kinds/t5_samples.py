@@ -81,10 +81,10 @@ class SentinelReplacement:
 
     def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
         """Build a T5 sample from the text `tokens` by replacing masked spans.
-        Each span of positions in `runs` is replaced by a sentinel in the encoder and predicted by the decoder. `end`
-        adds the end token.
 
-        `runs` are the positions of each span; `end` appends the end token to the encoder's text.
+        Each span of positions in `runs` is replaced by a sentinel in the encoder's text and predicted by the decoder.
+        `end` appends the end token to the encoder's text. Raises DataError if the tokenizer has too few sentinels, or
+        the decoder's text is too long.
         """
         runs = sorted(runs, key=lambda run: int(run[0]))
         if len(runs) > len(self._sentinels):

@@ -32,7 +32,7 @@ class TokenizerDigest(NamedTuple):
 
 
 def digest_tokenizer_files(path: Path, chat_template: Path | None) -> TokenizerDigest:
-    """Return the digests of all files that tokens of texts and conversations depend on.
+    """Return the digests of all files of a tokenizer that tokens depend on, and the id of its end token.
 
     Raises:
         DataError: if there is no tokenizer at `path`, or no file `chat_template`.

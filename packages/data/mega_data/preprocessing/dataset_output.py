@@ -180,7 +180,10 @@ class DatasetOutput:
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
     def record_progress(self) -> None:
-        """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume."""
+        """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume.
+
+        It has no effect without `lasting`.
+        """
         if not self.lasting:
             return
         with convert_write_errors_to_data_error(self.writer.folder):

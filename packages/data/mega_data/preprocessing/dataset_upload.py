@@ -31,7 +31,6 @@ SUFFIXES = (
 
 def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None:
     """Return the object store path of an output data set whose prefix is a URL, None for a local path.
-    Raises DataError if the data set exists without `overwrite`.
 
     Raises:
         DataError: if the data set exists and `overwrite` is not set.

@@ -220,11 +220,13 @@ class PreprocessJob:
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check_output(self, *, accept_finished: bool) -> DatasetInfo | None:
-        """Check that the output data set may be built, else raise DataError.
-        Returns its description if an earlier run of this job had completed it, else None.
+        """Return the output's description if a run of this job has completed it, None if it can be built.
 
         With `accept_finished`, a complete data set of the same job is accepted as well: a shard's process is restarted
         without knowing that another one has joined all shards, or that only the upload is missing.
+
+        Raises:
+            DataError: if the output exists or cannot be written, or is also an input.
         """
         if finish_interrupted_commit(self.whole) == self.made_from and (info := read_dataset_info(self.whole)):
             return info
@@ -340,7 +342,8 @@ class PreprocessJob:
 
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
         """Build the token data set of one shard, unless it is finished, and return its description.
-        The message of a failure is written to `PREFIX.failed`.
+        The message of a failure is written to `PREFIX.failed`. Raises DataError for standard input, which has no
+        shards.
         """
         if any(source.name == STDIN for source in self.sources):
             raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")

@@ -61,11 +61,10 @@ class EncoderMismatch(Exception):
 
 
 def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, *, rereadable: bool) -> BatchEncoder:
-    """Return the batch encoder for an input of `size` bytes.
-    It is `tokenizer` itself, or fastokens if chosen, or if `auto` finds it installed, suitable and worthwhile.
+    """Return the batch encoder for an input of `size` bytes: `tokenizer`, or the faster library fastokens.
 
-    `auto` selects fastokens if it is installed and supports this tokenizer, and if the input is `rereadable`, so that
-    a mismatch can fall back to `tokenizers`.
+    `auto` selects fastokens if it is installed and supports this tokenizer, the input is large enough to pay off its
+    start, and it is `rereadable`, so that a mismatch can fall back to `tokenizers`.
 
     Raises:
         MissingPackageError: if fastokens is chosen and not installed.
@@ -129,8 +128,9 @@ def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> No
 
 
 class ComparedFastEncoder:
-    """Batch encoder by `fast` (a `fastokens.Tokenizer`), with some results compared with `tokenizer`.
-    A sample of the results is compared. The encoder is thread-safe.
+    """Batch encoder by `fast` (a `fastokens.Tokenizer`), with a sample of the results compared with `tokenizer`.
+
+    It is thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:

@@ -58,15 +58,16 @@ SETTING_OF_OPTION = (
     ("pass it as --chat-template FILE", "set data.raw.chat_template to its file"),
     ("pass --chat-template FILE", "set data.raw.chat_template=FILE"),
     ("--template-option", "data.raw.template_options"),
-    ("pass --kind pairs", "set data.kind: pairs"),
+    ("pass --kind ", "set data.kind: "),
     ("--kind", "data.kind:"),
     ("read images with --images FOLDER", "make token files with mega data preprocess --images FOLDER"),
 )
 
 
 class RawRecord(NamedTuple):
-    """First record of raw data, and its detected form.
-    It has its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads it, or None.
+    """First record of raw data, its detected form, and the dataset kind that reads this form, or None.
+
+    A form is for example `messages (OpenAI)` or `plain text`.
     """
 
     form: str
@@ -97,8 +98,9 @@ def tokenize_raw_data(config: DataConfig) -> None:
 
 
 def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
-    """Return the prefix of the token files of raw data in the cache, for streamed data of the first block.
-    One process makes them, and others wait for it.
+    """Tokenize raw data into the cache unless it is there, and return the prefix of its token files.
+
+    For streamed data these are the token files of the first block. One process makes them, and others wait for it.
 
     Raises:
         DataError: naming the bad record or the missing file, in the terms of run.yaml.

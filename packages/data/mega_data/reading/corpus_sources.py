@@ -50,8 +50,7 @@ CONFIGS = re.compile(rb"\A---\n(?:(?!---\n).*\n)*?configs:")
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Input of a corpus.
-    It is one file or byte range of a file, one stream, or one split of a HuggingFace `datasets` data set.
+    """One input of a corpus: a file or a byte range of it, a stream, or a split of a `datasets` data set.
 
     Attributes:
         kind: file format; None if it is detected from the content on opening.

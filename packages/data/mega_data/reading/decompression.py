@@ -145,11 +145,10 @@ def _memory_error(limit: str, command: str) -> DecompressionMemoryError:
 
 
 def import_optional_package(module: str, purpose: str) -> Any:
-    """Import and return an optional package.
-    If it is missing, raises MissingPackageError with the subject `purpose`: "reading Parquet files".
+    """Import and return an optional package that `purpose`, such as "reading Parquet files", requires.
 
     Raises:
-        MissingPackageError: naming the package.
+        MissingPackageError: if it is missing, naming purpose and package.
     """
     try:
         return importlib.import_module(module)

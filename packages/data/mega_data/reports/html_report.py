@@ -137,7 +137,8 @@ def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> lis
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
-    """Return the number of texts per language, by ISO 639-1 code, the most frequent first.
+    """Return the number of texts per language, by ISO 639-1 code or `und` (uncertain), the most frequent first.
+
     Returns None if the package lingua is not installed.
     """
     try:

@@ -97,8 +97,9 @@ def inspect_dataset(
 
 
 def load_original_tokenizer(info: DatasetInfo | None) -> Tokenizer | None:
-    """Return the tokenizer that made a data set, or None if its file has been changed or removed.
-    It is found by the path in the data set's description, if that file still exists and is unchanged.
+    """Return the tokenizer that made a data set, or None if its file is unknown, changed or removed.
+
+    It is found by the path in the data set's description.
     """
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
         return None

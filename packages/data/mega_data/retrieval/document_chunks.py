@@ -77,13 +77,11 @@ class DocumentChunks:
 
     def read_tokens(self, numbers: Ints, width: int) -> Ints:
         """Return the `width` tokens from the start of each chunk on, int64 [..., width].
+
         They are -1 past the end of the document and for chunk -1.
 
         Args:
             numbers: int64 [...].
-
-        Returns:
-            int64 [..., width].
         """
         exists = numbers >= 0
         documents = self.find_documents(np.where(exists, numbers, 0))

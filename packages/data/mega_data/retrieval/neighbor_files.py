@@ -124,12 +124,10 @@ class DatasetNeighbors:
         """True if neighbors were searched in the data set itself."""
         return self.info.database.fingerprint == self.info.data.fingerprint
 
-    def check_split_disjoint(self, split: range) -> None:
-        """Check that retrieval does not leak text between splits.
-        Raises DataError if the range `split` of chunks overlaps the searched chunks of this data set only partly.
+    def check_split_overlap(self, split: range) -> None:
+        """Raise DataError if the chunks `split` overlap the searched chunks of this data set only partly.
 
-        Raises:
-            DataError: if the database is this data set, and only partly in the split.
+        Text would then leak between training and validation. A database that is another data set is always accepted.
         """
         first, last = self.info.database.first, self.info.database.last
         contains = split.start <= first and last <= split.stop

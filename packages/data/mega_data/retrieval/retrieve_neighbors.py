@@ -202,10 +202,9 @@ def retrieve_neighbors(
     *,
     overwrite: bool,
 ) -> NeighborsInfo:
-    """Find the nearest neighbors of each chunk of `data` in a database.
-    It is `database`, by default `data` itself. The chunk numbers of the neighbors are written to the folder `output`.
+    """Find the nearest neighbors of each chunk of `data` in `database`, and write their numbers to the folder `output`.
 
-    Vectors and results are stored in `.OUTPUT.partial` until all are complete.
+    The default database is `data` itself. Vectors and results are stored in `.OUTPUT.partial` until all are complete.
 
     Raises:
         DataError: if the output exists, a data set cannot be used, or the tokenizers differ.

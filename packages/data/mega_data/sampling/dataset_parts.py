@@ -237,11 +237,9 @@ def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
 
 
 def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
-    """Check that a data set of conversations is not configured as text, and text not as conversations.
-    Conversations as text would count their questions in the loss. Raises DataError if so.
+    """Raise DataError if a data set has another kind of records than `kind`, the configured one.
 
-    Raises:
-        DataError: if the kinds differ.
+    Conversations as text, for example, would count their questions in the loss.
     """
     actual, expected = read_dataset_kind(reader), kind if kind in RECORD_KINDS else "text"
     if expected != actual:
@@ -264,15 +262,10 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 
 
 def check_end_of_document_tokens(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
-    """Check that documents are separated by the end-of-document token, if a setting needs it.
-    Raises DataError if documents are not separated by `eod` and `rules` (names of configuration flags that need it) is
-    not empty.
+    """Raise DataError if `rules` need end-of-document tokens and no checked document has one; warn if some lack it.
 
-    Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
-    with the token counts as separated.
-
-    Raises:
-        DataError: if no document is separated, and a rule needs document boundaries.
+    `rules` are names of configuration flags. Checks a sample of the documents, or only the data set's description if it
+    has `append_eod`. A document that begins with the token `eod` counts as separated.
     """
     documents = reader.documents
     if not rules or not documents:

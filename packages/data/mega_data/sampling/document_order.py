@@ -126,8 +126,8 @@ class DocumentOrder:
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
         """Yield the documents that contain a range of the tokens in the drawn order.
+
         The range is the tokens, or multiples of `unit` tokens, [start, start + count) of the order, which must exist.
-        An item is (document number, token range, unit range).
 
         Yields:
             For each document in order: its number in the file, its token range, and the range of its units.

@@ -174,10 +174,9 @@ def compute_blend_stage_weights(
     curricula: Sequence[Mapping[int, float]], seq_length: int, first: int
 ) -> list[tuple[int, list[float]]]:
     """Return (first sample, weight of each data set) of each stage of a blend.
-    The `curricula` map training tokens to weights; the first stage begins at sample `first`.
 
-    The first stage begins at `first`. A change at n tokens takes effect at the first sample with at least n tokens
-    before it.
+    The `curricula` map training tokens to weights; the first stage begins at sample `first`. A change at n tokens takes
+    effect at the first sample with at least n tokens before it.
     """
     steps = sorted({-(-tokens // seq_length) for each in curricula for tokens in each})
     begins = [first, *(step for step in steps if step > first)]

@@ -83,7 +83,7 @@ class FileBlocks:
         return self._reader.find_token_position(self._clip_to_range(document))
 
     def remove_block(self, start: BlockPosition) -> None:
-        """Keep token files, which are not of this run."""
+        """Do nothing: token files stay, as they do not belong to the run."""
 
     def estimate_epoch(self, samples: int, start: BlockPosition) -> float | None:
         """Return None: the blocks of token files are quickly read."""
@@ -91,7 +91,7 @@ class FileBlocks:
 
 
 class StreamBlocks:
-    """Blocks of streamed raw data."""
+    """Blocks of streamed raw data, which are tokenized when they are opened."""
 
     first = FIRST
 
@@ -110,7 +110,7 @@ class StreamBlocks:
         self._stream.remove_block(start)
 
     def estimate_epoch(self, samples: int, start: BlockPosition) -> float | None:
-        """Return an estimate by the share of the input before `start`; infinity in its first shard."""
+        """Return the number of samples of an epoch, estimated by the input before `start`; infinity in shard 1."""
         return samples * self._stream.num_shards / (start[0] - 1) if start[0] > 1 else float("inf")
 
 

@@ -154,9 +154,8 @@ class MegatronTokenWindows:
 
 def compute_window_start(k: int, count: int, width: int, content_key: str) -> int:
     """Return the start of a token window of `width` positions in a circle of `count` positions.
-    The start of window `k` follows from pseudorandom draws keyed by `content_key`.
 
-    `content_key` is the key of the draws.
+    The start of window `k` follows from pseudorandom draws keyed by `content_key`.
     """
     per_epoch = max(1, count // width)
     epoch, window = divmod(k, per_epoch)

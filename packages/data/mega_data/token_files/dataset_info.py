@@ -212,14 +212,13 @@ def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: An
 
 
 def check_output_prefix(prefix: Path, overwrite: bool) -> None:
-    """Check that an output data set may be written at `prefix`.
-    Raises DataError if the data set exists (unless `overwrite` is set), or if a description file there is not from
-    mega.
+    """Raise DataError if an output data set cannot be written at `prefix`.
 
     A description without a data set is accepted.
 
     Raises:
-        DataError: if the data set exists, or `prefix` is a folder, a URL or has no name.
+        DataError: if the data set exists and `overwrite` is not set, a file there is not a description of mega, or
+            `prefix` is a folder, a URL or has no name.
     """
     if "://" in (url := restore_url_slashes(prefix)):
         raise DataError(
@@ -247,11 +246,7 @@ def list_dataset_files(prefix: Path) -> list[Path]:
 
 
 def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Raise DataError if a file of `outputs` is also one of `inputs`, under any name or link.
-
-    Raises:
-        DataError: naming the file.
-    """
+    """Raise DataError if a file of `outputs` is also one of `inputs`, under any name or link."""
     existing = {get_file_identity(path): path for path in outputs if path.exists()}
     for path in inputs if existing else ():
         if path.exists() and get_file_identity(path) in existing:
@@ -267,7 +262,7 @@ def get_file_identity(path: Path) -> tuple[int, int]:
 
 
 def remove_dataset_info(prefix: Path) -> None:
-    """Remove the description files of an earlier data set at `prefix`, before its files are replaced."""
+    """Remove the description and the quarantine file of an earlier data set at `prefix`, before it is replaced."""
     path, earlier = _info_paths(prefix)
     path.unlink(missing_ok=True)
     if is_dataset_info(earlier):
@@ -281,7 +276,8 @@ def get_dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def count_unpaired_answers(prefix: Path) -> int:
-    """Return the number of preference pairs of a data set with only one rated answer.
+    """Return the number of records of a preference data set that have one rated answer instead of a pair.
+
     It is read from the data set's description; 0 without one.
     """
     info = read_dataset_info(prefix)

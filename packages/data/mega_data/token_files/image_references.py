@@ -32,9 +32,6 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
     """Raise DataError if one of the data sets has images, which the operation named by `verb` would lose.
 
     `verb` completes the message "has images, and cannot be ...".
-
-    Raises:
-        DataError: naming a data set with images.
     """
     for reader in readers:
         if has_images(reader.prefix):
@@ -108,11 +105,10 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
 
 
 def iterate_webdataset_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
-    """Yield the samples of a webdataset shard.
-    A sample is adjacent tar members that share a name up to its first dot. An item is the name, content of json and txt
-    members by ending, and references to the other members.
+    """Yield (name, texts, other files) of each sample of a webdataset shard, an uncompressed tar archive.
 
-    Yields for each: its name, the content of its text files (json, txt) and the positions of the others, by extension.
+    A sample is adjacent tar members that share a name up to its first dot. The texts are the contents of its json and
+    txt members, and the other files references to them, both by extension.
 
     Raises:
         DataError: if it is not a tar archive.

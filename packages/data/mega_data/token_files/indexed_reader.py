@@ -203,7 +203,7 @@ class IndexedReader:
         return int(pointer) // self.dtype.itemsize
 
     def open_companion(self, prefix: Path) -> IndexedReader:
-        """Open token files with a value for each token of these, such as the loss mask, once."""
+        """Return a reader of token files with a value for each token of these, such as the loss mask; opened once."""
         if prefix not in self._companions:
             self._companions[prefix] = IndexedReader(prefix)
         return self._companions[prefix]
@@ -297,7 +297,7 @@ class IndexedReader:
         size = self._idx.stat().st_size
         with open(self._idx, "rb") as stream:
             head = stream.read(HEADER.size)
-        refuse_lfs_pointer(self._idx, head, DataError)
+        refuse_lfs_pointer(self._idx, DataError, head)
         if not head.startswith(MAGIC):
             raise DataError(f"{self._idx}: is not an index of token files: it begins with {head[:9]!r}, not {MAGIC!r}")
         if len(head) < HEADER.size:
@@ -372,11 +372,12 @@ RESERVED_FILES = 512  # for the rest of the process: libraries, sockets, logs
 
 
 def raise_open_files_limit(count: int) -> int:
-    """Raise this process's limit of open files so that it can open `count` more.
-    It is raised as far as the system allows without extra rights. Returns the number that the process may open.
+    """Raise this process's limit of open files so that it can open `count` more, and return how many it can open.
+
+    It is raised as far as the system allows without extra rights.
 
     Returns:
-        Number of files that it may open, at least 16.
+        `count`, or fewer if the system allows fewer, at least 16.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = count + RESERVED_FILES

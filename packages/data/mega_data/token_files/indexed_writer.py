@@ -102,7 +102,7 @@ class IndexedWriter:
         return [self._bin] if self._mask is None else [self._bin, self._mask]
 
     def clear_partial_files(self) -> None:
-        """Delete the partial files of an interrupted run, to start from zero."""
+        """Delete or empty the partial files of an interrupted run, except the lock, to start from zero."""
         for path in self.folder.iterdir():
             if path.name not in ("bin", "mask.bin", LOCK):
                 path.unlink()
@@ -111,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Flush everything added so far to disk, so that `resume_after_documents` of a later writer can continue from there."""
+        """Flush everything added so far to disk, so that a later writer's `resume_after_documents` can go on there."""
         with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
@@ -164,7 +164,8 @@ class IndexedWriter:
         The arguments are the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a mask
         one byte per token.
 
-        `sequences` is the number of sequences of each document, by default one.
+        `sequences` is the number of sequences of each document, by default one. Raises ValueError if the lengths do not
+        add up to the number of tokens.
         """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
@@ -178,9 +179,9 @@ class IndexedWriter:
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
         """Divide the tokens written since the last call into sequences and documents.
-        Sequences have these `lengths`, and document i has `sequences[i]` sequences.
 
-        `sequences` is the number of sequences of each document.
+        Sequences have these `lengths`, and document i has `sequences[i]` sequences. Raises DataError for a sequence
+        that is too long for the format.
         """
         sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
@@ -209,7 +210,7 @@ class IndexedWriter:
         self._ends.frombytes((reader.document_index[1:] + first).tobytes())
 
     def finish_files(self) -> None:
-        """Write the index and flush all files in the partial folder to disk; only `close` renames them."""
+        """Write the index and flush all files in the partial folder to disk, without renaming them."""
         with convert_write_errors_to_data_error(self.prefix):
             self._write_index("idx", self.dtype, self._code)
             if self._mask is not None:
@@ -218,9 +219,8 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Finish the files of a data set and rename them to their final names, replacing an earlier data set.
-        The `.idx` is renamed last. No effect after `release_lock`.
 
-        No effect after `release_lock`.
+        The `.idx` is renamed last. No effect after `release_lock`.
         """
         if self._lock is None:
             return

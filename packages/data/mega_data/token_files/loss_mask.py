@@ -82,7 +82,7 @@ def _check_bytes(mask: IndexedReader) -> None:
 
 
 def read_dataset_kind(reader: IndexedReader) -> str:
-    """Return the kind of content of a data set: `text`, `conversations` or `pairs`."""
+    """Return the kind of records of a data set, such as `conversations` or `labels`; `text` without a loss mask."""
     if not get_idx_path(get_loss_mask_prefix(reader.prefix)).exists():
         return "text"
     info = read_dataset_info(reader.prefix)

@@ -84,9 +84,8 @@ def append_datasets(
     chat: ChatInfo | None = None,
 ) -> DatasetInfo:
     """Append data sets to a writer, rename its files to their final names, and return the new description.
-    The data sets of `readers` have `size` bytes of tokens. The description has the counts of `infos` added up.
 
-    The counts of `infos` are added up in the new description.
+    The data sets of `readers` have `size` bytes of tokens. The description has the counts of `infos` added up.
     """
     documents = tokens = 0
     with ProgressBar("merging", total=size or None, unit="bytes") as bar:

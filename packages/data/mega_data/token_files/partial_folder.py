@@ -33,10 +33,9 @@ def get_partial_folder(prefix: Path) -> Path:
 
 
 def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
-    """Create a partial folder and lock it for this process, which may then remove it.
-    Returns the lock's file descriptor.
+    """Create a partial folder, lock it for this process, which may then remove it, and return the lock's descriptor.
 
-    Return None if another process has the lock and `wait` is false.
+    Returns None if another process has the lock and `wait` is false.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)

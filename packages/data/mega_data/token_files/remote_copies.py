@@ -72,7 +72,7 @@ def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
 
 
 def default_cache_folder() -> Path:
-    """Return `~/.cache/mega/data`, the default folder for local copies of remote data sets."""
+    """Return `~/.cache/mega/data`, the default folder for copies of remote data sets and tokens of raw data."""
     return Path.home() / ".cache" / "mega" / "data"
 
 

@@ -47,11 +47,7 @@ def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetI
 
 
 def check_dataset_tokenizer(prefix: Path, info: DatasetInfo, tokenizer: Tokenizer) -> None:
-    """Raise DataError if `tokenizer` is not the one that made the data set, by fingerprint.
-
-    Raises:
-        DataError: naming both.
-    """
+    """Raise DataError if `tokenizer` is not the one that made the data set, by fingerprint."""
     if info.tokenizer is not None and info.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"{prefix}: requires the tokenizer {info.tokenizer.path} ({info.tokenizer.fingerprint[:12]}),"

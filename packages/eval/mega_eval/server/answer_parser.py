@@ -35,7 +35,7 @@ class ModelOutputSyntax:
 
     @classmethod
     def detect(cls, template: str) -> ModelOutputSyntax:
-        """Return the syntax of the source of a chat template."""
+        """Return the syntax in which a model writes tool calls and reasoning, detected in its chat template."""
         known = next((form for form in TOOL_FORMATS if form.template.search(template)), None)
         foreign = UNKNOWN_FORMATS.search(template) if known is None else None
         marks = next((marks for marks in REASONING_MARKS if marks[1] in template), None)
@@ -51,7 +51,7 @@ class ModelOutputSyntax:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def list_special_marks(self, specials: Mapping[str, int]) -> frozenset[int]:
-        """Return the ids of special tokens that mark tool calls or reasoning in an answer, of a vocabulary `specials`."""
+        """Return the token ids of those `specials` that mark tool calls or reasoning in an answer."""
         reasoning = frozenset(specials[mark] for mark in self.reasoning or () if mark in specials)
         return self.format.list_special_marks(specials) | reasoning
 

@@ -74,7 +74,7 @@ class ApiRequestError(Exception):
 
 
 def reject_lone_surrogates(text: str) -> None:
-    """Raise ApiRequestError for a text with lone surrogates."""
+    """Raise ApiRequestError for a text with lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

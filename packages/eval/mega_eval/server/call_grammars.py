@@ -30,7 +30,7 @@ class CallableTool:
 
 @dataclass
 class LarkGrammarBuilder:
-    """Rules of a Lark grammar.
+    """Builder of a Lark grammar for llguidance, which collects the grammar's rules.
 
     Attributes:
         specials: token ids of special tokens, by their texts.
@@ -47,7 +47,7 @@ class LarkGrammarBuilder:
         return name
 
     def write_literal(self, text: str) -> str:
-        """Return the expression of a text, in which special tokens are tokens."""
+        """Return the Lark expression of a text, with special tokens as token ids."""
         if not self.specials:
             return json.dumps(text)
         names = "|".join(sorted(map(re.escape, self.specials), key=len, reverse=True))
@@ -77,7 +77,7 @@ class LarkGrammarBuilder:
         return self.add_rule(f"%json {json.dumps(spaced)}")
 
     def add_tool_call_rule(self, form: ToolFormat, tool: CallableTool) -> str:
-        """Add a grammar rule for one call of a tool, from the tool's name to the end of its arguments; return the rule's name."""
+        """Add a rule for one call of a tool, from the tool's name to the end of its arguments; return the rule's name."""
         before, after = (text.replace("NAME", tool.name) for text in form.call)
         if form.argument is None:
             arguments = self.add_json_schema_rule({"type": "object"} if tool.schema is None else tool.schema)
@@ -135,7 +135,7 @@ class LarkGrammarBuilder:
 
 
 def find_tool_call_opening(form: ToolFormat, specials: Mapping[str, int]) -> str:
-    """Return the text that begins a call in a format, and no other text: a special token, a tag, or a brace."""
+    """Return the text that opens a tool call in a format: a special token, a tag, or a brace."""
     tag = re.match(r"<[^>]*>|\[TOOL_CALLS\]|\{", form.call[0])
     assert tag is not None
     return tag[0]

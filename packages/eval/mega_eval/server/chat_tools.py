@@ -61,8 +61,8 @@ ToolChoice = Annotated[
 
 
 def add_tools_to_messages(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat for a chat template that does not render tools.
-    A description of `tools` is appended to the system message, and calls and their results become text.
+    """Return a chat's messages with `tools` described in the system message, for a template that does not render them.
+    Calls and their results become text.
     """
     turns = [_write_calls(message) for message in messages]
     if not tools:
@@ -87,7 +87,7 @@ def _write_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_tool_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat message in which the arguments of each tool call are a JSON object instead of JSON text."""
+    """Return a chat message whose tool-call arguments are parsed from JSON text, or unchanged where not valid JSON."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

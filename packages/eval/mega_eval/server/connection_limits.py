@@ -102,11 +102,7 @@ class LimitedHttpProtocol(H11Protocol):
 
 
 def select_connection_to_close(connections: Iterable[LimitedHttpProtocol]) -> LimitedHttpProtocol:
-    """Return the connection to close to make room for a new one.
-    It is the oldest waiting connection of the client with the most waiting connections.
-
-    If none is waiting, return the newest.
-    """
+    """Return the oldest waiting connection of the client with the most of them; without any, the newest connection."""
     ordered = sorted(connections, key=lambda one: one._since)
     counts = Counter(one.client_address for one in ordered if one.is_waiting)
     if not counts:

@@ -74,8 +74,7 @@ class ServedEmbedder:
     width: int
 
     def default_prompt(self, name: str | None = None) -> str:
-        """Return the prompt that is put in front of every text to embed.
-        It is the prompt called `name`, or the folder's default prompt if None.
+        """Return the prompt called `name`, or the folder's default prompt if None, to put in front of each text.
 
         Raises:
             DataError: for a name that the folder does not have.
@@ -87,9 +86,9 @@ class ServedEmbedder:
         return self.texts.settings.select_prompt(name)
 
     def encode_text(self, text: str, prompt: str) -> list[int]:
-        """Return the token ids of a text to embed, after the prompt and cut to the maximum length if the folder sets them.
-        The text comes after `prompt` and is truncated if the model's folder is of sentence-transformers, else it is the
-        whole text without a prompt.
+        """Return the token ids of a text to embed, after the prompt and truncated if the folder has such settings.
+
+        Without a sentence-transformers folder, `prompt` is ignored and the text is not truncated.
         """
         if self.declared:
             return self.texts.encode_texts([text], prompt)[0]
@@ -127,7 +126,7 @@ def make_served_embedder(
 
 
 def encode_embedding_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, max_length: int) -> list[int]:
-    """Return the tokens of a text to embed, at most `max_length`.
+    """Return the token ids of a text to embed, or raise ApiRequestError if it is empty or too long.
 
     Raises:
         ApiRequestError: for an empty text, one that is too long, or token ids where the model puts a `prompt` first.

@@ -110,9 +110,7 @@ class EngineDriver:
         self._thread.start()
 
     def stop_thread(self, seconds: float = LAST_STEP) -> bool:
-        """Stop the engine's thread after the current step and drop open requests.
-        Return False if that step has not ended after `seconds`.
-        """
+        """Stop the engine's thread after the current step and drop open requests; return False if not done in time."""
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -127,11 +125,7 @@ class EngineDriver:
         return 0.0 if since is None else time.monotonic() - since
 
     def check_capacity(self, count: int) -> None:
-        """Raise ApiRequestError if the engine has failed or has no room for `count` more requests.
-
-        Raises:
-            ApiRequestError: when the engine has failed or is full.
-        """
+        """Raise ApiRequestError if the engine has failed or has no room for `count` more requests."""
         if self.failure is not None:
             raise ApiRequestError(503, "the engine has failed; the server must be restarted")
         if count > self.max_requests:
@@ -160,9 +154,7 @@ class EngineDriver:
         return group
 
     async def run_in_engine_thread(self, work: Callable[[], T]) -> T:
-        """Run a function in the engine's thread between two steps, and return its result.
-        `work` is the function.
-        """
+        """Run the function `work` in the engine's thread between two steps, and return its result."""
         self.check_capacity(0)
         done: Future[T] = Future()
 

@@ -82,7 +82,7 @@ class StreamingTextReader:
         return text
 
     def skip_whitespace(self) -> Waits:
-        """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
+        """Drop white space, waiting for the character after it, and return whether there is one."""
         self.unread = yield from self.peek_past_whitespace()
         return bool(self.unread)
 
@@ -97,9 +97,7 @@ class StreamingTextReader:
         return bool(found)
 
     def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[ParsedAnswerDelta | None, None, str | None]:
-        """Yield the text before the first of `marks` as it arrives, drop the mark and return it.
-        Returns None if the text ends without a mark.
-        """
+        """Yield the text before the first of `marks` as it arrives, drop the mark and return it; None if none comes."""
         while (found := self._find_first(marks)) is None and not self.ended:
             held = max((measure_partial_stop_match(self.unread, mark) for mark in marks), default=0)
             if ready := self.read(len(self.unread) - held):

@@ -56,7 +56,7 @@ class AnthropicContentBlock(StrictRequestModel):
         return {"type": "text", "text": self.text} if self.type == "text" else None
 
     def read_result(self) -> str:
-        """Return the text of the result of a tool.
+        """Return the text of a `tool_result` block.
 
         Raises:
             ApiRequestError: for other content than text.
@@ -274,7 +274,7 @@ class MessagesAnswerBuilder:
         yield self._format_event("message_stop")
 
     def format_stream_error(self, error: ApiRequestError) -> bytes:
-        """Return the event of an error in a stream."""
+        """Return the server-sent event `error` of an Anthropic Messages stream, as bytes."""
         return self._format_event("error", error=error.format_anthropic_body()["error"])
 
     def _format_event(self, kind: str, **more: Any) -> bytes:

@@ -70,7 +70,6 @@ NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an 
 @dataclass
 class ModelService:
     """Model that the HTTP server offers, with its tokenizer, chat template and inference engine.
-    It answers the API's requests.
 
     Attributes:
         name: name of the model in the API.
@@ -234,7 +233,7 @@ class ModelService:
         return await self._start_chat(body.to_chat_request(), partial(MessagesAnswerBuilder, body.model or self.name))
 
     async def count_message_tokens(self, body: CountTokensRequest) -> int:
-        """Return the number of prompt tokens of a conversation."""
+        """Return the number of prompt tokens of a conversation in the form of Anthropic's API."""
         chat = body.to_chat_request()
         return len(await self.encode_chat_prompt(chat.messages, chat))
 

@@ -151,15 +151,11 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def get_max_new_tokens(self) -> int | None:
-        """Return the maximum number of tokens that the request lets the model generate, or None.
-        None means the rest of the context.
-        """
+        """Return the maximum number of tokens to generate by this request; None: the rest of the context."""
         raise NotImplementedError
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token's log-probability, or None.
-        None means no log-probabilities.
-        """
+        """Return the number of likely alternatives to report with each token's log-probability; None: report nothing."""
         raise NotImplementedError
 
 
@@ -198,9 +194,7 @@ class CompletionRequest(GenerationRequestBody):
         return self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token's log-probability, or None.
-        It is the request's `logprobs`; None means no log-probabilities.
-        """
+        """Return the request's `logprobs`: the number of likely alternatives to report per token; None: report nothing."""
         return self.logprobs
 
 
@@ -378,9 +372,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return self.max_completion_tokens or self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token's log-probability, or None.
-        It is `top_logprobs` if `logprobs` is true, else None.
-        """
+        """Return `top_logprobs`, the number of likely alternatives to report per token, or None if `logprobs` is false."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -90,7 +90,7 @@ ResponsesItem = Annotated[
 
 
 def validate_responses_input_item(value: Any) -> Any:
-    """Return an item of the field `input` of a request to /v1/responses.
+    """Return an item of a /v1/responses request's `input` unchanged, after checking that its type is supported.
 
     Raises:
         PydanticCustomError: for an item of another type.

@@ -54,7 +54,7 @@ class ServedModels:
         return [name for service in self.services for name in (service.name, *service.adapters)]
 
     def find_model_service(self, name: str | None) -> ModelService:
-        """Return the model that `name`, or one of its adapters, names; None is the first model.
+        """Return the service of the model called `name`, or whose adapter is called `name`; None: of the first model.
 
         Raises:
             ApiRequestError: 404 for an unknown name.

@@ -30,12 +30,12 @@ class LogprobToken(NamedTuple):
 
     @property
     def chat_spelling(self) -> str:
-        r"""Text of the token in the log-probabilities of a chat: bytes that are not whole characters are `\xe2\x80`."""
+        r"""Text of the token in a chat's log-probabilities; bytes of an incomplete character: `\xe2\x80`."""
         return "".join(f"\\x{byte:02x}" for byte in self.raw) if self.text is None else self.text
 
     @property
     def completion_spelling(self) -> str:
-        r"""Text of the token in the log-probabilities of a completion: bytes that are not whole characters are `bytes:\xe2\x80`."""
+        r"""Text of the token in a completion's log-probabilities; bytes of an incomplete character: `bytes:\xe2\x80`."""
         return f"bytes:{self.chat_spelling}" if self.text is None else self.text
 
 
@@ -97,8 +97,7 @@ KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Sequence", "Split
 
 
 def find_max_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum number of bytes of text that one token of a tokenizer stands for, or None.
-    It is None if the tokenizer may drop or merge text.
+    """Return the largest number of bytes of text of a token; None for a tokenizer that may drop or merge text.
 
     The maximum exists for byte-pair encodings without normalization in which every byte has a token.
     """

@@ -287,7 +287,7 @@ class ToolFormat:
         return f"call_{uuid.uuid4().hex}"
 
     def list_special_marks(self, specials: Mapping[str, int]) -> frozenset[int]:
-        """Return the ids of special tokens that mark tool calls or reasoning in an answer, of a vocabulary `specials`."""
+        """Return the token ids of those `specials` that occur in this format's tool calls or answers."""
         text = "".join((*self.call, *self.others))
         return frozenset(token for name, token in specials.items() if name in text)
 

@@ -41,7 +41,7 @@ CACHED_CHECKS = 256  # grammars whose check is cached
 
 
 class WorkerProcesses:
-    """Worker processes in which the server renders chat templates, checks grammars and reads images, with limits of time and memory.
+    """Worker processes that render chat templates, check grammars and read images, with limits of time and memory.
 
     Args:
         grammars: cache of compiled grammars, shared with the engine.

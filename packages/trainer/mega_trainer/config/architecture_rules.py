@@ -26,7 +26,8 @@ def find_architecture_problems(
     tasks: Sequence[str],
     lora: LoraConfig | None,
 ) -> Iterator[ConfigProblem]:
-    """Yield data, parallel and LoRA settings that conflict with the architecture of the model.
+    """Yield settings of data, parallelism, precision, tasks and LoRA that conflict with the model's architecture.
+
     `tasks` are the lm-evaluation-harness tasks that run during training.
     """
     yield from _position_problems(model, data)

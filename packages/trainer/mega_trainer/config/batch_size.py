@@ -15,10 +15,7 @@ from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCou
 
 
 class BatchRampupConfig(StrictConfig):
-    """Linear ramp-up of the global batch size over the first samples of a run.
-    The global batch begins at `start` samples and grows by `increment` at a time until `samples` samples have been
-    consumed.
-    """
+    """Ramp-up of the global batch size from `start` by `increment` at a time to `batch.global`, at `samples` consumed."""
 
     start: PositiveInt = Field(description="samples of the first step")
     increment: PositiveInt = Field(description="samples by which a step grows")
@@ -26,18 +23,16 @@ class BatchRampupConfig(StrictConfig):
 
 
 class BatchStageConfig(StrictConfig):
-    """One stage of a staged global batch size.
-    A step has `size` samples if it begins before `until` consumed samples.
-    """
+    """Stage of a staged global batch size: a step that begins before `until` consumed samples has `size` samples."""
 
     until: PositiveInt = Field(description="number of consumed samples at which the next stage begins")
     size: PositiveInt = Field(description="samples of a step, at most batch.global")
 
 
 class BatchConfig(StrictConfig):
-    """Batch sizes of a run in samples: `micro` of a micro-batch, and `global` of an optimizer step.
-    `micro` is the batch of one forward pass on one rank; `global` is the batch of one optimizer step over all ranks,
-    with its growth over the first steps.
+    """Batch sizes in samples: `micro` of one forward pass on one rank, `global` of an optimizer step over all ranks.
+
+    `rampup` or `stages` make the first steps smaller than `global`.
     """
 
     micro: SampleCount = 1
@@ -60,7 +55,8 @@ class BatchConfig(StrictConfig):
         return min(ramp.start + grown * ramp.increment, self.global_)
 
     def iterate_rampup_sizes(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (batch size, number of steps) for each global batch size smaller than the final one.
+        """Yield (batch size, number of steps) of each stage of the ramp-up, before steps have `batch.global` samples.
+
         The sizes come in order, from `consumed` samples on.
         """
         ramp = self.rampup
@@ -78,9 +74,7 @@ class BatchConfig(StrictConfig):
                 consumed += steps * stage.size
 
     def samples_after_steps(self, steps: int, samples: int = 0) -> int:
-        """Return the total of consumed samples after `steps` further optimizer steps.
-        `samples` samples were consumed before them.
-        """
+        """Return the total of consumed samples after `steps` optimizer steps that begin at `samples` samples."""
         for size, count in self.iterate_rampup_sizes(samples):
             taken = min(count, steps)
             samples, steps = samples + taken * size, steps - taken
@@ -97,7 +91,7 @@ class BatchConfig(StrictConfig):
         return steps + samples // self.global_
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield batch sizes that are not whole micro-batches, and a ramp-up that is not in whole increments."""
+        """Yield batch sizes that are not multiples of `micro`, and invalid settings of the ramp-up or the stages."""
         yield from self.find_divisibility_problems(self.micro, f"batch.micro = {self.micro}")
         yield from self._stage_problems()
         yield from self._rampup_problems(self.rampup) if self.rampup is not None else ()

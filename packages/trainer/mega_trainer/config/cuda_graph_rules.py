@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def find_cuda_graph_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield settings with which layers cannot be CUDA graphs, if the run sets `cuda_graphs: layers`."""
+    """Yield a problem for each unmet requirement of CUDA graphs, if the run sets `cuda_graphs: layers`."""
     for need in list_unmet_graph_needs(config) if config.cuda_graphs == "layers" else ():
         yield ConfigProblem("cuda_graphs", f"requires {need}", "layers", "set cuda_graphs=off")
 
@@ -51,7 +51,7 @@ def list_unmet_graph_needs(config: RunConfig) -> list[str]:
 
 
 def list_graphed_layers(config: RunConfig) -> list[int]:
-    """Return the numbers of the layers that can be CUDA graphs: attention and an MLP.
+    """Return the indices of the layers that can be CUDA graphs: those of attention and a dense MLP.
     Experts have as many rows as tokens choose them, and recurrent mixers are left out.
     """
     model = config.model

@@ -21,7 +21,7 @@ from mega_common.extension_block import (
     FunctionDeclaration,
 )
 from mega_common.extension_entries import Block, BlockTraits, Extension, Kernel, KernelOperation
-from mega_common.extension_loader import find_installed_extensions, load_extension, locate_error
+from mega_common.extension_loader import find_installed_extensions, load_extension, name_extension_in_errors
 from mega_common.layer_kinds import FEEDS, MIXERS
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import (
@@ -75,11 +75,11 @@ class ExtensionRegistry:
         return {name: entry for extension in self.extensions for name, entry in getattr(extension, kind).items()}
 
     def find_extension(self, kind: str, name: str) -> Extension:
-        """Return the extension that has the entry `name` of a kind, such as `mixers`."""
+        """Return the extension that provides the object `name` of a kind, such as `mixers`."""
         return next(extension for extension in self.extensions if name in getattr(extension, kind))
 
     def select_kernels(self, names: Sequence[str]) -> list[Kernel]:
-        """Return the kernels of these names, which `find_kernel_problems` has accepted."""
+        """Return the extension kernels called `names`, which `find_kernel_problems` has accepted."""
         entries = self.entries("kernels")
         return [entries[name] for name in names]
 
@@ -97,16 +97,30 @@ class ExtensionRegistry:
             owners[operation] = name
 
     def make_block_factories(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
-        """Return functions `(build, layer) -> module` of the model's blocks of extensions, with their options bound."""
+        """Return {name: function `(build, layer) -> module`} of the extensions' layer blocks that the model uses."""
         return {
-            name: _bind_options(self.entries(kind)[name], section.options)
+            name: self._bind_block(kind, name, section.options)
             for kind in ("mixers", "feed_forwards")
             for name, section in getattr(model, kind).items()
             if name in self.entries(kind)
         }
 
+    def _bind_block(self, kind: str, name: str, options: Mapping[str, Any]) -> Callable[[Any, int], Any]:
+        block: Block = self.entries(kind)[name]
+        where = f"extension {self.find_extension(kind, name).name}: {name} in model.{kind}"
+        parsed = block.options.parse(options)
+
+        def build_block(build: Any, layer: int) -> Any:
+            from mega_trainer.model.extension_blocks import check_block_output  # imports torch
+
+            module = block.build(build, layer, parsed)
+            module.register_forward_hook(partial(check_block_output, where))
+            return module
+
+        return build_block
+
     def bind_extension_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
-        """Return the functions of extensions that the model uses, with their options bound, by its fields such as `norm`."""
+        """Return the extension functions that the model uses, with options bound, by model field such as `norm`."""
         found: dict[str, Callable[..., Any]] = {}
         for kind, key in FUNCTION_FIELDS.items():
             name = getattr(model, key)
@@ -115,11 +129,6 @@ class ExtensionRegistry:
                 function = getattr(entry, FUNCTION_ATTRIBUTES[kind])
                 found[key] = partial(function, options=entry.options.parse(model.functions[name].options))
         return found
-
-
-def _bind_options(block: Block, options: Mapping[str, Any]) -> Callable[[Any, int], Any]:
-    parsed = block.options.parse(options)
-    return lambda build, layer: block.build(build, layer, parsed)
 
 
 def load_extensions(references: Iterable[str]) -> ExtensionRegistry:
@@ -176,7 +185,7 @@ def load_model_extensions(model: ModelConfig, references: Iterable[str], source:
 
 
 def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
-    """Return the section `model` of run.yaml with the declaration of each block of an extension.
+    """Return run.yaml's `model` section with the tensors and traits that each extension block of the model declares.
 
     The tensors are those of the module that the extension builds for one rank, without memory. A model whose other settings
     are not valid is returned with empty declarations, so that its problems are reported as usual.
@@ -184,7 +193,7 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
     Raises:
         ConfigError: for options that the extension does not accept, if it raises, or if tensors of two blocks have one name.
     """
-    out: dict[str, Any] = dict(model)
+    out = _add_named_blocks(model, registry)
     chosen = {
         (kind, name): options
         for kind in ("mixers", "feed_forwards")
@@ -215,8 +224,42 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
     return out
 
 
+def _add_named_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
+    """Return the section `model` with an empty section for each block of an extension that only `layers` names.
+
+    Raises:
+        ConfigError: for a name that no extension has but that is like one of theirs, or is of the other kind; or if
+            `mixers` or `feed_forwards` is no section.
+    """
+    out: dict[str, Any] = dict(model)
+    layers = given if isinstance(given := model.get("layers"), list) else []
+    groups = [item.get("of") if isinstance(item, Mapping) else [item] for item in layers]
+    names = [str(name) for group in groups if isinstance(group, list) for name in group]
+    used = {"layers": list(dict.fromkeys(half for name in names for half in name.split("+")))}
+    added = {name: kind for kind in ("mixers", "feed_forwards") for name in registry.entries(kind)}
+    for kind in ("mixers", "feed_forwards"):
+        if not isinstance(section := out.get(kind) or {}, Mapping):
+            raise ConfigError(f"model.{kind} = {section!r:.60} must be a section", hint=f"{kind}: {{NAME: {{...}}}}")
+        used[kind] = [
+            str(name)
+            for name, options in section.items()
+            if not isinstance(options, Mapping) or "declares" not in options
+        ]
+        missing = [name for name in used["layers"] if added.get(name) == kind and name not in section]
+        out |= {kind: {**section, **{name: {} for name in missing}}} if missing else {}
+    for section, found in used.items() if added else ():
+        for name in found:
+            near = find_near_option(name, [*added, *MIXERS, *FEEDS])
+            if near in added and (name != near or added[near] != section != "layers"):
+                raise ConfigError(
+                    f"model.{section}: the extensions of this run have no {name!r} there",
+                    hint=f"did you mean {near!r} of model.{added[near]}?",
+                )
+    return out
+
+
 def add_function_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
-    """Return the section `model` of run.yaml with the declaration of each norm and activation of an extension.
+    """Return run.yaml's `model` section with the declaration of each extension function it uses, such as a norm.
 
     Raises:
         ConfigError: for options that the extension does not accept.
@@ -245,39 +288,29 @@ def _declare_block(
     from mega_trainer.model.extension_blocks import list_block_tensors  # imports torch
 
     block: Block = registry.entries(kind)[name]
-    extension, options = registry.find_extension(kind, name), block.options.model_validate(raw)
-    try:
+    extension, options = registry.find_extension(kind, name).name, block.options.model_validate(raw)
+    where = f"extension {extension}: {name} in model.{kind}"
+    layer = max((n for n, halves in enumerate(config.layer_kinds) if name in halves), default=0)
+    with name_extension_in_errors(where, str(getattr(block.build, "__module__", "")).partition(".")[0]):
         traits = block.declares(config, options)
         if not isinstance(traits, BlockTraits):
-            raise ConfigError(
-                f"extension {extension.name}: declares of {name} in model.{kind} returned {traits!r:.60}",
-                hint="return BlockTraits(...) from it",
-            )
+            raise ConfigError(f"{where}: declares returned {traits!r:.60}", hint="return BlockTraits(...) from it")
         tensors = list_block_tensors(
-            config, lambda build, layer: block.build(build, layer, options), recurrent=traits.recurrent
+            config, lambda build, layer: block.build(build, layer, options), where, layer, recurrent=traits.recurrent
         )
-    except ConfigError:
-        raise
-    except Exception as error:
-        where = locate_error(error, str(getattr(block.build, "__module__", "")).partition(".")[0])
-        raise ConfigError(
-            f"extension {extension.name}: {name} in model.{kind} raised {type(error).__name__}: {error} {where}",
-            hint="correct the extension",
-        ) from error
     facts = {**asdict(traits), "shared_heads": traits.shared_heads or traits.heads}
     if facts["heads"] % facts["shared_heads"]:
         raise ConfigError(
-            f"extension {extension.name}: shared_heads = {traits.shared_heads} of {name} in model.{kind} must divide "
-            f"heads = {traits.heads}",
+            f"{where}: shared_heads = {traits.shared_heads} must divide heads = {traits.heads}",
             hint="correct the options or what declares returns",
         )
-    return BlockDeclaration(extension=extension.name, tensors=tensors, **facts)
+    return BlockDeclaration(extension=extension, tensors=tensors, **facts)
 
 
 def find_extension_entry_problems(
     registry: ExtensionRegistry, kind: str, path: str, value: str, options: Mapping[str, Any], where: str
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems of a setting that names an entry of mega or of an extension, and of its options.
+    """Yield problems of a setting that names a built-in or an extension's object, such as `objective.kind`.
 
     Args:
         kind: kind of entry, such as `objectives`.

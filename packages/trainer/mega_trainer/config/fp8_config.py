@@ -16,7 +16,8 @@ from mega_trainer.config.parallel_layout import list_sharded_ffn_widths
 from mega_trainer.config.sections import ParallelConfig
 
 # Required divisor of GEMM sizes: of the kernels, or the side of a scaling block, so that no layout cuts one.
-MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
+FOUR_BITS = "nvfp4"  # the recipe that no message suggests, since it is less exact
 OTHER_RECIPE = "set fp8.recipe=tensorwise"
 
 
@@ -25,10 +26,11 @@ class Fp8Config(StrictConfig):
     Embedding, output head, norms, router and attention stay in bf16.
     """
 
-    recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"] = Field(
+    recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed"] = Field(
         "tensorwise",
         description="granularity of scales: tensors, rows, blocks of 1x128 and of weights 128x128 (Hopper), or 1x32 "
-        "(Blackwell); delayed (scales from earlier steps, as in Transformer Engine) is not supported",
+        "(Blackwell); nvfp4: four bits in blocks of 1x16 and of weights 16x16 (Blackwell, kernels.linear: te); delayed (scales "
+        "from earlier steps, as in Transformer Engine) is not supported",
     )
     format: Literal["e4m3", "hybrid"] | None = Field(
         None,
@@ -42,10 +44,13 @@ class Fp8Config(StrictConfig):
     bf16_last: NonNegativeInt = Field(0, description="number of last layers that stay in bf16")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield a problem if the recipe is `delayed`, which is accepted by name but not supported."""
+        """Yield a problem if the recipe is `delayed`, which is accepted by name but not supported, or has no e5m2."""
         if self.recipe not in MULTIPLES:
             rule = "is not supported: scales are computed from the current tensors, not from a history of earlier steps"
             yield ConfigProblem("recipe", rule, self.recipe, OTHER_RECIPE)
+        if self.recipe == FOUR_BITS and self.format:
+            rule = "is not supported with fp8.recipe = nvfp4, whose values are all e2m1"
+            yield ConfigProblem("format", rule, self.format, "remove it")
 
     @property
     def uses_e5m2_gradients(self) -> bool:
@@ -53,9 +58,7 @@ class Fp8Config(StrictConfig):
         return self.format == "hybrid" if self.format else self.recipe in ("tensorwise", "delayed")
 
     def fp8_layer_range(self, num_layers: int) -> range:
-        """Return the indices of the layers whose linear layers run in FP8.
-        These are all layers but the first `bf16_first` and the last `bf16_last`.
-        """
+        """Return the indices of the layers that run in FP8: all but the first `bf16_first` and the last `bf16_last`."""
         return range(self.bf16_first, num_layers - self.bf16_last)
 
 
@@ -72,6 +75,8 @@ def find_fp8_problems(
     if linear == "te" and model.moe is not None:
         rule = "is not supported for experts with precision = fp8"
         yield ConfigProblem("kernels.linear", rule, "te", "set kernels.linear=torch")
+    if fp8.recipe == FOUR_BITS and model.moe is not None:
+        yield ConfigProblem("fp8.recipe", "is not supported for experts", fp8.recipe, OTHER_RECIPE)
     if fp8.recipe not in MULTIPLES:
         return  # a problem of the section itself
     if linear == "te" and fp8.recipe == "rowwise":
@@ -81,7 +86,8 @@ def find_fp8_problems(
     if odd := {name: width for name, width in widths.items() if width % unit}:
         found = ", ".join(f"{name} = {width}" for name, width in odd.items())
         fitting = [name for name, size in MULTIPLES.items() if all(width % size == 0 for width in widths.values())]
-        recipes = [f"set fp8.recipe={name}" for name in fitting[::-1] if (linear, name) != ("te", "rowwise")]
+        left_out = {FOUR_BITS, "rowwise" if linear == "te" else FOUR_BITS}
+        recipes = [f"set fp8.recipe={name}" for name in fitting[::-1] if name not in left_out]
         hint = ", or ".join([*recipes, "set precision=bf16", "reduce parallel.tp or parallel.expert_tp"])
         yield ConfigProblem(
             "fp8.recipe", f"requires widths that are multiples of {unit} on a rank, found {found}", fp8.recipe, hint
@@ -94,7 +100,7 @@ def find_fp8_problems(
 
 
 def check_fp8_device(capability: tuple[int, int], recipe: str, *, experts: bool) -> None:
-    """Raise `ConfigError` for a GPU, given by its compute capability, for which torch has no GEMM of the FP8 recipe.
+    """Raise `ConfigError` for a GPU, given by its compute capability, that has no GEMM of the FP8 recipe.
 
     Raises:
         ConfigError: with a recipe that it supports.
@@ -102,19 +108,18 @@ def check_fp8_device(capability: tuple[int, int], recipe: str, *, experts: bool)
     major, fits = capability[0], [name for name in MULTIPLES if _supports_recipe(name, capability, experts=experts)]
     if recipe not in fits:
         subject = f"fp8.recipe = {recipe}" + " with experts" * experts
-        hint = ", or ".join([f"set fp8.recipe={name}" for name in fits] + ["set precision=bf16"])
-        raise ConfigError(
-            f"{subject} is not supported by torch on compute capability {major}.{capability[1]}", hint=hint
-        )
+        hint = ", or ".join([f"set fp8.recipe={name}" for name in fits if name != FOUR_BITS] + ["set precision=bf16"])
+        raise ConfigError(f"{subject} is not supported on compute capability {major}.{capability[1]}", hint=hint)
 
 
 def _supports_recipe(recipe: str, capability: tuple[int, int], *, experts: bool) -> bool:
-    """Return whether torch supports the recipe: blockwise on Hopper only, MXFP8 from Blackwell on, grouped rowwise on
-    both.
+    """Return whether a GPU supports the recipe: blockwise on Hopper only, MXFP8 and NVFP4 from Blackwell on, grouped rowwise
+    on both.
     """
-    if experts and (recipe in ("blockwise", "mxfp8") or capability[0] not in (9, 10)):
+    if experts and (recipe in ("blockwise", "mxfp8", FOUR_BITS) or capability[0] not in (9, 10)):
         return False
-    return {"blockwise": capability[0] == 9, "mxfp8": capability[0] >= 10}.get(recipe, capability >= (8, 9))
+    blackwell = capability[0] >= 10
+    return {"blockwise": capability[0] == 9, "mxfp8": blackwell, FOUR_BITS: blackwell}.get(recipe, capability >= (8, 9))
 
 
 def _linear_widths(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:

@@ -204,7 +204,7 @@ class ObjectiveConfig(StrictConfig):
         return self.loss or ("mse" if labels == 1 else "cross_entropy")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
+        """Yield `objective` settings that its kind does not use, and `ask_only` with a live reference or teacher."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in ("kind", "options", *USED.get(self.kind, ())) and value != field.default:

@@ -84,9 +84,7 @@ def list_expert_degrees(model: ModelConfig) -> list[int]:
 
 
 def max_head_count(model: ModelConfig) -> int:
-    """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule) in the model.
-    It is 1 for a model without heads.
-    """
+    """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule); 1 for a model without heads."""
     return max((heads for heads, _ in model.heads_by_mixer.values()), default=1)
 
 
@@ -109,9 +107,7 @@ def tensor_degree_rule(model: ModelConfig) -> str:
 
 
 def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
-    """Return two texts for error messages with the head counts, such as '8 attention heads' and '2 key/value heads'.
-    The counts are those on one of `tp` tensor ranks, for each mixer kind.
-    """
+    """Return two texts with the head counts on one of `tp` ranks: '8 attention heads' and '2 key/value heads'."""
     names = {
         "attention": "key/value heads",
         "mamba": "mamba groups",
@@ -128,10 +124,7 @@ def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
 
 
 def suggest_parallel_degree(key: str, asked: int, degrees: Sequence[int]) -> str:
-    """Return a hint for an error message that suggests the largest possible degree of parallelism.
-    The hint says to set `key` to the largest possible degree up to the requested one, `asked`, and lists all possible
-    `degrees`.
-    """
+    """Return a hint for an error message: set `key` to the largest of `degrees` up to the requested one, `asked`."""
     nearest = max((degree for degree in degrees if degree <= asked), default=min(degrees))
     return f"set {key}={nearest} (one of {list(degrees)})"
 

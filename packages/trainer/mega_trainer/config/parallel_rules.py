@@ -94,9 +94,7 @@ class ParallelRules:
 
     @property
     def minimum_ranks(self) -> int:
-        """Smallest number of ranks that the configured degrees of parallelism allow.
-        The ranks of a pipeline stage must divide into blocks that hold all experts.
-        """
+        """Smallest number of ranks that the configured degrees allow, with all experts in each pipeline stage."""
         parallel = self.parallel
         ranks, block = parallel.tp * parallel.cp * (parallel.dp or 1), parallel.ep * parallel.expert_tp
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))

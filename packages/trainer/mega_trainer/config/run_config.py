@@ -125,12 +125,12 @@ class RunConfig(StrictConfig):
 
     @property
     def registry(self) -> ExtensionRegistry:
-        """All that the extensions of this run add to mega; their modules are imported once in a process."""
+        """Registry of what the run's extensions add to mega; the first access imports their modules."""
         return load_extensions(self.extensions)
 
     @property
     def extension_sample_builders(self) -> dict[str, Callable[..., Any]]:
-        """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
+        """Sample builder of each data kind of an extension that the run uses, by name, with options bound."""
         from mega_data.kinds.extension_samples import ExtensionSampleBuilder  # imports numpy
 
         found: dict[str, Callable[..., Any]] = {}
@@ -165,9 +165,7 @@ class RunConfig(StrictConfig):
 
     @property
     def minimum_world_size(self) -> int:
-        """Smallest number of ranks by the configured degrees tp, pp, cp and dp, without expert parallelism.
-        It is the product of the degrees, with dp = 1 if unset.
-        """
+        """Product of the configured degrees tp, pp, cp and dp (1 if unset); expert parallelism may need more ranks."""
         parallel = self.parallel
         return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
 
@@ -196,15 +194,18 @@ class RunConfig(StrictConfig):
         return replace(curve, share=partial(added.share, options=added.options.parse(self.lr_schedule.options)))
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
-        """Return the separate learning-rate curve of the input embedding and the output layer, or None.
-        The curve is a function of consumed samples; None means that it is not configured.
-        """
+        """Return the separate learning-rate curve of the input embedding and output layer, or None if not configured."""
         highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
         if highest is None:
             return None
         return replace(
             self.build_lr_curve(), highest=highest, lowest=self.lr_schedule.min_lr if lowest is None else lowest
         )
+
+    @property
+    def gemm_precision(self) -> str:
+        """Precision of the GEMMs of linear layers: `nvfp4` with that recipe, else that of the run."""
+        return "nvfp4" if self.precision == "fp8" and self.fp8.recipe == "nvfp4" else self.precision
 
     @property
     def layers_with_cached_fp8_weights(self) -> range:
@@ -216,16 +217,12 @@ class RunConfig(StrictConfig):
 
     @property
     def target_length(self) -> int:
-        """Number of target tokens of a sample, from which the loss is computed.
-        It is `data.seq_length`, or for an encoder-decoder the length of the decoder sequence.
-        """
+        """Number of target tokens of a sample: `data.seq_length`, or the decoder's length of an encoder-decoder."""
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
 
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
-        """Pair of tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens).
-        The second form is for an encoder-decoder.
-        """
+        """Tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens) of an encoder-decoder."""
         return self.data.seq_length, self.target_length if self.model.encoder else None
 
     @property
@@ -316,7 +313,7 @@ class RunConfig(StrictConfig):
                 "on batch.micro x data ranks; set model.moe.aux_loss_scope=sequence for training that does not depend on the "
                 "layout"
             )
-        if model.compressed and model.compressed.indexer:
+        if model.compressed and model.compressed.indexer and "csa" in model.heads_by_mixer:
             yield (
                 "the indexer of model.compressed is not trained: it keeps its present weights while the attention that it selects "
                 "for changes; start from a published model (init_from)"
@@ -422,6 +419,7 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+MODEL_HINT = "set model.preset=NAME, such as tiny, or model.from=FOLDER"
 _OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
 
 
@@ -468,11 +466,15 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
-    named = raw["extensions"] if isinstance(raw.get("extensions"), list) else []
+    named = [given] if isinstance(given := raw.get("extensions"), str) else given if isinstance(given, list) else []
     names = [str(base / name) if is_extension_path(name) else name for name in map(str, named)]
-    if base != Path() and names:  # a workflow's run is checked from another folder than it runs in
+    if isinstance(given, str) or (
+        base != Path() and names
+    ):  # a workflow's run is checked from another folder than it runs in
         out["extensions"] = names
     registry = load_extensions(names)
+    if isinstance(raw.get("model"), str):
+        raise ConfigError(f"model = {raw['model']!r} must be a section of keys with values", hint=MODEL_HINT)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:
@@ -511,7 +513,7 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has a tokenizer that raw data can be encoded with."""
+    """Return whether a model's folder has a `tokenizer.json`, with which raw data can be encoded."""
     return (folder / "tokenizer.json").is_file()
 
 

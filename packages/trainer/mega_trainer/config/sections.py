@@ -190,7 +190,7 @@ class MuonConfig(StrictConfig):
 
 
 class SoapConfig(StrictConfig):
-    """Settings of the SOAP optimizer, which updates hidden matrices by Adam in the eigenbasis of Shampoo's preconditioners.
+    """Settings of the SOAP optimizer: Adam on hidden matrices in the eigenbasis of Shampoo's preconditioners.
     Other parameters use AdamW; lr, betas, eps and weight_decay are common.
     """
 
@@ -217,7 +217,7 @@ OptimizerName = Literal["adamw", "adamw8bit", "muon", "soap", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
-    """Maximal update parametrization (muP, arXiv:2203.03466) for Adam: the best learning rate does not change with the width.
+    """Maximal update parametrization (muP, arXiv:2203.03466): the best lr of Adam does not change with the width.
 
     With m = model.hidden_size / base_width, hidden matrices have the learning rate lr / m and the initial standard
     deviation init_std / sqrt(m), and logits the factor 1 / m (`model.logit_scale`). At m = 1 nothing changes. Heads and
@@ -258,7 +258,8 @@ class OptimizerConfig(StrictConfig):
 
     @property
     def moments(self) -> float:
-        """Number of state values of the optimizer for each weight, of the size of a gradient's.
+        """Number of fp32-size values of optimizer state per weight: 1 for Lion, 0 or 1 for SGD, 1/2 in 8 bits, else 2.
+
         An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
         """
         return {"lion": 1, "sgd": int(self.sgd.momentum > 0), "adamw8bit": 2 * (1 / 4 + 1 / 256)}.get(self.name, 2)

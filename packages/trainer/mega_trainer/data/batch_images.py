@@ -57,8 +57,7 @@ class BatchImages:
         return replace(self, rows=self.rows[:, indices], positions=positions)
 
     def select_rank_images(self, rank: int, ranks: int) -> Tensor:
-        """Return the images that one of the ranks which share the image encoding encodes.
-        Rank `rank` of `ranks` ranks gets as many images as each other rank, padded with black images.
+        """Return the images that rank `rank` of `ranks` ranks encodes: an equal share, at least one, padded with zeros.
 
         At least one, because all ranks must have a gradient of the vision encoder if one has.
         """

@@ -35,8 +35,7 @@ TOKENIZER_FILES = (
 
 
 def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a run, or None if there is none.
-    It is the configured tokenizer, else the one that the run's data sets were made with, if its files still exist.
+    """Return the tokenizer of a run: the configured one, else that of its data sets if its files exist, else None.
 
     Raises:
         DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more
@@ -67,9 +66,9 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
 def open_initial_weights(
     config: RunConfig, path: str, tokenizer: Tokenizer | None = None
 ) -> tuple[WeightSource, WeightSource]:
-    """Open the pretrained weights at `path` that a run starts from.
-    The weights are as stored, with additional rows for new tokens (`extend_vocabulary`), except for a module of
-    transformers, which gets none.
+    """Open the weights at `path` that a run starts from; return them as stored, and with rows for new tokens.
+
+    The second source is of `extend_vocabulary`; for a module of transformers both are the stored weights.
     """
     from mega_ckpt.source import open_weight_source  # imports torch
 
@@ -81,7 +80,8 @@ def open_initial_weights(
 
 
 def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None = None) -> WeightSource:
-    """Return initial weights with embedding and output rows appended for additional tokens.
+    """Return initial weights with embedding and output rows for additional tokens; `source` itself if there are none.
+
     `source` gets rows for tokens that only the data's tokenizer has, and for padding up to `model.vocab_size`.
 
     Args:

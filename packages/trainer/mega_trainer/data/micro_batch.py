@@ -68,13 +68,12 @@ class DocumentBounds:
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """Inputs and targets of one multi-token prediction (MTP) layer.
-    The layer predicts the token k positions after the next.
+    """Inputs and targets of one multi-token prediction (MTP) layer, for the token k positions after the next.
 
     Attributes:
         tokens, labels: int64 [B, S], shifted by k positions.
-        weights: fp32 [B, S], of each label; 0 also past the end of the sample, and in another document if attention does
-            not cross documents.
+        weights: fp32 [B, S], of each label; 0 also past the end of the sample, and in another document if attention
+            does not cross documents.
     """
 
     tokens: Tensor
@@ -84,8 +83,7 @@ class MtpTargets:
 
 @dataclass(frozen=True)
 class TeacherSoftLabels:
-    """Soft labels of a distillation teacher.
-    They are its K most likely next tokens at each position, with their log-probabilities.
+    """Soft labels of a distillation teacher: its K most likely next tokens at each position, with log-probabilities.
 
     Attributes:
         ids: int64 [B, S, K].
@@ -146,7 +144,6 @@ class RetrievedNeighbors:
 @dataclass(frozen=True)
 class SegmentOrderTargets:
     """Labels and loss weights of BERT-style segment order prediction, one per sample of two segments.
-    The label is 1 if the segments are swapped.
 
     Attributes:
         labels: int64 [B], 1 for swapped segments.

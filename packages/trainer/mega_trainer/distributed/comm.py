@@ -29,7 +29,7 @@ class CollectiveWork(Protocol):
     """Handle of an asynchronous collective; call `wait` before the output is used."""
 
     def wait(self) -> object:
-        """Block until the collective has finished and the output may be used."""
+        """Wait until the output may be used: on a GPU the current stream waits, on a CPU the host."""
 
 
 class CompletedCollective:
@@ -41,8 +41,8 @@ class CompletedCollective:
 
 @dataclass
 class CommTrafficCounter:
-    """Traffic counter of the communication groups that share it.
-    It maps (group, operation) to [calls, bytes sent or received by a rank].
+    """Counter of this rank's collective calls and their bytes, by (group name, operation).
+    `counts` maps each pair to [calls, bytes]; groups that share the counter are counted together if they share a name.
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -88,19 +88,14 @@ class CommGroup:
 
     @property
     def has_no_process_group(self) -> bool:
-        """True if the communication group has several ranks but no process group.
-        Such a group belongs to a planned layout, in which collectives communicate nothing.
-        """
+        """True in a planned group: several ranks, no process group, and collectives that communicate nothing."""
         return self.process_group is None and self.size > 1
 
     def __str__(self) -> str:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record the start of a collective operation on `tensor`.
-        This group becomes `CommGroup.latest`, which the hang watchdog reports, and the call is counted in the traffic
-        log, if there is one.
-        """
+        """Make this group `CommGroup.latest`, for the hang watchdog, and count the call in the traffic log, if any."""
         CommGroup.latest = self
         if self.log is not None:
             self.log.count_call(self.name, operation, tensor)
@@ -116,9 +111,7 @@ class PendingCollective:
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective operation has finished.
-        Its group first becomes `CommGroup.latest`, which the hang watchdog reports.
-        """
+        """Wait for the collective, after making its group `CommGroup.latest`, which the hang watchdog reports."""
         CommGroup.latest = self.group
         self.work.wait()
 
@@ -131,7 +124,9 @@ def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
 def all_reduce(
     tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Reduce `tensor` over the group, in place, without a gradient. Returns the work to wait for when `async_op`."""
+    """All-reduce `tensor` in place, without a gradient; return the work to wait for with `async_op`, else None.
+    With `async_op`, None means that the result is complete.
+    """
     if group.size == 1:
         return None
     group.record_call("all_reduce", tensor)
@@ -147,11 +142,9 @@ def all_reduce(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
-    """Raise an error of any rank in the `with` block on all ranks of the group, so that none waits forever.
-    If several ranks have an error, all raise the first rank's.
-
-    Raises:
-        MegaError: of any rank.
+    """Raise a `MegaError` of any rank's `with` block on all ranks of the group, so that none waits forever.
+    If several ranks have an error, all raise the first rank's. All ranks must run the block; an exception of another
+    type stays on its rank.
     """
     met: list[MegaError | None] = [None] * group.size
     try:
@@ -201,8 +194,8 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..].
-    This reduce-scatter has no gradient.
+    """Sum a tensor over the group and return this rank's slice along `dim`, without a gradient.
+    [.., n * size, ..] -> [.., n, ..].
     """
     part, work = start_reduce_scatter(tensor, group, dim)
     if work is not None:
@@ -245,11 +238,8 @@ def reduce_scatter_into(
 
 
 def all_to_all(tensor: Tensor, group: CommGroup, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """Exchange rows of a tensor between all ranks of a group (all-to-all), with a gradient.
-    Send `in_splits[r]` rows of `tensor` to each rank r of the group and return the rows received, `out_splits[r]` from
-    each rank r.
-
-    The one collective here with a gradient: it goes back the way the rows came.
+    """Send `in_splits[r]` rows to each rank r, and return `out_splits[r]` rows from each (all-to-all, differentiable).
+    The one collective here with a gradient, which goes back the way the rows came.
     """
     if group.size == 1:
         return tensor
@@ -282,9 +272,8 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Exchange rows of contiguous tensors between all ranks of a group (all-to-all), without a gradient.
-    Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it into `out`; only in a
-    group of several ranks. Returns the work to wait for when `async_op`.
+    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` into `out`, without a gradient.
+    This all-to-all is for contiguous tensors in a group of several ranks. Returns the work to wait for when `async_op`.
     """
     group.record_call("all_to_all", tensor)
     if group.has_no_process_group:
@@ -297,7 +286,7 @@ def all_to_all_into(
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """Transfer around a ring of ranks in progress.
+    """Ring exchange in progress: this rank's tensor to the next rank, and the previous rank's to this one.
     `sent` goes to the next rank; the previous rank's tensor arrives in `arriving`.
     """
 
@@ -306,9 +295,7 @@ class RingTransfer:
     works: Sequence[CollectiveWork]
 
     def wait(self) -> Tensor:
-        """Wait for the ring transfer and return the tensor of the previous rank.
-        The call blocks until this rank has sent and received.
-        """
+        """Wait for the ring exchange, sent and received, and return the tensor of the previous rank."""
         for work in self.works:
             work.wait()
         return self.arriving
@@ -345,7 +332,7 @@ _SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether torch raised `error` because another rank, or the job's key-value store, does not answer."""
+    """Return whether a torch error's type or message says that another rank or the key-value store is lost."""
     return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 

@@ -27,8 +27,8 @@ def select_rank_device(name: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def deterministic_mode(enabled: bool) -> Iterator[None]:
-    """Make torch bitwise reproducible while the `with` block runs.
-    Operations without a reproducible implementation raise an error.
+    """Turn torch's deterministic algorithms on or off while the `with` block runs.
+    If on, operations without a reproducible implementation raise an error.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
@@ -46,7 +46,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
-    """Copy a tensor in host memory, or numbers as fp64, to `device`.
+    """Copy a host tensor, or numbers as fp64, to `device` without making the host wait for earlier work.
 
     Copied from pinned memory: a copy from pageable memory waits for all previous work of the device.
     """

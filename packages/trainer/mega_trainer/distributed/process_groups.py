@@ -27,7 +27,7 @@ class RankInfo:
 
 @dataclass
 class ProcessGroupCache:
-    """Cache that makes torch process groups, each once, however many layouts use the same ranks.
+    """Cache of torch process groups by their ranks, so that layouts with the same ranks share them.
 
     Torch names a group that only its members create by its ranks and the number of groups of this process: all members must
     have created equally many before. So groups of some stages only, such as `embedding`, come after all others.
@@ -37,8 +37,8 @@ class ProcessGroupCache:
     groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def get_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the process group of `ranks`, created at the first call; all members and no other ranks must call.
-        None for a single rank.
+        """Return the process group of `ranks`, or None for one rank; all members, and no others, must call.
+        It is created at the first call.
         """
         key = tuple(ranks)
         if len(key) == 1:
@@ -56,8 +56,8 @@ class ProcessGroupCache:
 
 
 def get_device_process_group_backend() -> str | None:
-    """Return the backend of process groups for device tensors only, or None for torch's default.
-    It is "nccl" where ranks have GPUs, so that no host sockets are opened.
+    """Return "nccl", for process groups of device tensors only, if the job's GPUs use it; else None, torch's default.
+    Without host tensors in such a group, no host sockets are opened.
     """
     return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
 
@@ -93,23 +93,21 @@ class ParallelGroups:
     head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
 
     def head_sharing_group(self, heads: int) -> CommGroup:
-        """Return the group of tensor-parallel ranks that share an attention head with this rank.
-        This is for a kind of heads (such as key/value heads) of which the model has `heads`; the group is this rank
-        alone if no head is shared.
+        """Return the tensor-parallel ranks that hold the same head as this rank, in a layer with `heads` heads.
+        The group is this rank alone if no head is shared.
         """
         ranks = self.tp.size // heads
         return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))
 
     def all_groups(self) -> list[CommGroup]:
-        """Return all communication groups of this rank."""
+        """Return all communication groups of this rank, including groups of one rank."""
         axes = [getattr(self, axis.name) for axis in fields(self)]
         return [*(group for group in axes if isinstance(group, CommGroup)), *self.head_sharing.values()]
 
 
 def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list[CommGroup]:
-    """Return the groups of several ranks on which a run as configured calls collectives.
-    Each set of ranks is returned once. Each has its own NCCL communicator, which takes 0.1 to 0.4 GB of device memory
-    outside of torch's pool.
+    """Return the groups of several ranks on which a run as configured calls collectives, each set of ranks once.
+    Each has its own NCCL communicator, which takes 0.1 to 0.4 GB of device memory outside of torch's pool.
     """
     model, unused = config.model, set[CommGroup]()
     if not (model.tie_embeddings or model.mtp_layers):
@@ -154,8 +152,7 @@ def build_parallel_groups(
     ordered: bool = False,
     log: CommTrafficCounter | None = None,
 ) -> ParallelGroups:
-    """Return the communication groups of `rank` in the parallel layout.
-    A collective call: all ranks of the layout must call it.
+    """Return the communication groups of `rank` in the parallel layout; all ranks of the layout must call it.
 
     Args:
         layout: degrees of parallelism.

@@ -26,9 +26,9 @@ MESSAGE_BYTES, MESSAGE_BYTES_CPU = 1 << 28, 1 << 22
 
 
 def measure_collectives(device: torch.device, machine: MachineSpec | None) -> Iterator[CheckResult]:
-    """Yield correctness and speed results of the collectives of every communication group of this job.
-    A result says whether sums are right, and the speed of each collective, of the slowest rank. All groups of a kind
-    run at the same time, as in training.
+    """Yield whether sums are right, and the speed of each collective, in the world, tp and dp groups of this job.
+
+    The speed is of the slowest rank. All groups of a kind run at the same time, as in training.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     layout = ParallelLayout(tp=2, dp=world // 2) if world % 2 == 0 and world > 2 else ParallelLayout(dp=world)

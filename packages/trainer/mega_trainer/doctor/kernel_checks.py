@@ -38,7 +38,8 @@ FP8_BOUND = 0.06  # e4m3 has three bits of mantissa: 2^-4 at most, about half of
 FP32_BOUND = 1e-5
 OUTLIER = 5  # how many times larger than in the norm a relative error may be in an element
 AttentionBackend = Literal["sdpa", "varlen", "flash", "flex", "te"]
-Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
+NVFP4_BOUND = 0.25  # e2m1 has one bit, gradients are rounded stochastically: twice what the CPU's rounding shows
+Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 MASKS: Mapping[str, Callable[[torch.device], AttentionMaskSpec]] = {
     "causal": lambda device: CAUSAL,
     "window": lambda device: BandMask(left=40, right=0),
@@ -68,7 +69,8 @@ class KernelCheck:
 
     def run_check(self, device: torch.device) -> CheckResult:
         """Compare the kernel with a plain computation on a device, and return the check result.
-        A kernel that raises an error has failed.
+
+        A kernel that this device cannot use (`ConfigError`) is skipped; one that raises another error has failed.
         """
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
@@ -82,7 +84,7 @@ class KernelCheck:
 
 
 def iterate_kernel_checks() -> Iterator[KernelCheck]:
-    """Yield the checks of all kernels, with those that cannot be used on every device."""
+    """Yield a check of each kernel and case, including kernels that this device may not support."""
     for name in get_args(AttentionBackend):
         for mask in MASKS:
             for transform in TRANSFORMS:
@@ -102,7 +104,7 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
             measure = partial(measure_paged_attention_error, paged, window)
             yield KernelCheck(f"paged attention {paged}{words}", BF16_BOUND, measure)
     for recipe in (None, *get_args(Recipe)):
-        bound = BF16_BOUND if recipe is None else FP8_BOUND
+        bound = {None: BF16_BOUND, "nvfp4": NVFP4_BOUND}.get(recipe, FP8_BOUND)
         yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear_error, recipe))
     for counts in COUNTS:
         words = "+".join(map(str, counts))
@@ -113,7 +115,7 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
 
 
 def make_kernels(device: torch.device, **asked: str) -> Kernels:
-    """Return the kernels of a run with `kernels:` set to `asked`.
+    """Return the kernels that a run with the settings `asked` of its section `kernels:` has.
 
     Raises:
         ConfigError: when one of them cannot be used on this device.
@@ -144,7 +146,7 @@ def largest_error(errors: Iterable[float]) -> float:
 def measure_attention_error(
     name: str, device: torch.device, *, mask: str = "causal", transform: str = "", head: int = 64, value: int = 64
 ) -> float:
-    """Return the largest relative error of an attention kernel's output and gradients in bf16."""
+    """Return the largest relative error of an attention kernel's output and gradients in bf16, against fp32."""
     kernels, how = make_kernels(device, attention=name), AttentionScoreTransform(0.125, **TRANSFORMS[transform])
     given, shape = _attention_operands(device, head, value), MASKS[mask](device)
     dy = torch.randn(*given[0].shape[:3], value, device=device).bfloat16()

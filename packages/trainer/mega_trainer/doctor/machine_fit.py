@@ -29,7 +29,7 @@ def fit_machine_spec(results: Sequence[CheckResult], device: torch.device, machi
     measured = _measured_speeds(results)
     spec = load_machine(machine) if machine is not None else _unknown_machine(measured, device)
     shares = spec.achieved_efficiency
-    peak = spec.get_peak_flops("bf16") / 1e12 * spec.get_sustained_share(shares.power)
+    peak = spec.get_reference_flops("bf16", shares.power) / 1e12
     peaks = {
         "bf16": peak, "attention": peak, "memory": spec.memory_gb_s, "link": spec.link_gb_s,
     }  # fmt: skip

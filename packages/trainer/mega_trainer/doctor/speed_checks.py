@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from mega_trainer.doctor.check_result import CheckResult, make_speed_check_result
-from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.machine import MAX_ATTENTION_SHARE, MachineSpec
 
 REPEATS = 5  # of each measurement, of which the fastest counts
 PART = "speed"
@@ -19,7 +19,7 @@ HEADS, HEAD_DIM, TOKENS, TOKENS_CPU = 32, 128, 8192, 512
 
 
 def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterator[CheckResult]:
-    """Yield the measured speeds of `device`; without a `machine` there is no expectation."""
+    """Yield the speeds of GEMMs, attention, memory, host copies and kernel launches on `device`, against `machine`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     expected = {} if machine is None else _expected_speeds(machine)
     measured = {
@@ -38,15 +38,16 @@ def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterato
 def _expected_speeds(machine: MachineSpec) -> dict[str, float]:
     """Return the speeds that a machine of this kind achieves, by field of its efficiency."""
     shares = machine.achieved_efficiency
-    peak = machine.get_peak_flops("bf16") / 1e12 * machine.get_sustained_share(shares.power)
+    gemm = machine.get_sustained_flops("bf16", shares.bf16, shares.power)
+    attention = machine.get_sustained_flops("bf16", shares.attention, shares.power, MAX_ATTENTION_SHARE)
     return {
-        "bf16": peak * shares.bf16, "attention": peak * shares.attention,
+        "bf16": gemm / 1e12, "attention": attention / 1e12,
         "memory": machine.memory_gb_s * shares.memory, "host": machine.host_gb_s * shares.link,
     }  # fmt: skip
 
 
 def time_fastest_call(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the seconds of the fastest of some calls, after one that is not counted; the device is waited for."""
+    """Return the seconds of the fastest of `repeats` calls after a warm-up call, including their work on the device."""
     call()
     times = []
     for _ in range(repeats):
@@ -74,7 +75,7 @@ def measure_gemm_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_attention_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the TFLOP/s of causal attention, forward, with the unmasked part of the products counted."""
+    """Return the TFLOP/s of the forward of causal attention; only the unmasked half of the products is counted."""
     tokens, heads = (TOKENS, HEADS) if device.type == "cuda" else (TOKENS_CPU, 8)
     q, k, v = (torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
     flops = 2 * 2 * heads * tokens * tokens * HEAD_DIM / 2
@@ -97,7 +98,7 @@ def measure_host_copy_bandwidth(device: torch.device) -> float:
 
 
 def measure_kernel_launch_seconds(device: torch.device) -> float:
-    """Return the seconds that a kernel of one element takes in a sequence of them."""
+    """Return the seconds per kernel of 200 one-element kernels that are launched one after another."""
     one, count = torch.zeros(1, device=device), 200
 
     def add_many() -> None:

@@ -5,10 +5,13 @@ Every rank of a job runs these; the runs follow each other in one process group.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from mega_trainer.run.training_run import run_training
 from mega_trainer.verify.case_comparison import TOLERANCE, compare_cases_with_one_process, merge_rank_findings
 from mega_trainer.verify.layout_case import LayoutCase
 
+NOT_COMPARABLE = "not comparable: values are NaN, infinite or all 0"  # in the layout or in one process
 PLAN_STEPS = 8
 TIME_BOUND, MEMORY_BOUND = 0.2, 0.1  # relative errors of the plan
 CHECKPOINT_BYTES, CHECKPOINT_BYTES_CPU = 1 << 30, 1 << 25  # of a rank
@@ -49,7 +53,7 @@ PLANNED_MODELS_CPU: Mapping[str, tuple[Mapping[str, Any], int]] = {"1M": (SMALL_
 
 
 def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
-    """Write a small file of learnable tokens and return its path."""
+    """Write an indexed data set of 64 documents of consecutive token ids, and return its path prefix."""
     generator = np.random.default_rng(0)
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
         for _ in range(64):
@@ -79,9 +83,10 @@ def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
 
 
 def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the largest relative difference between each layout and one process, in fp64.
+    """Yield, on rank 0, the largest relative difference between each layout and one process, in fp64.
 
-    Losses, gradients, weights and optimizer state are compared.
+    Losses, gradients, weights and optimizer state are compared. A device that computes NaN or only zeros fails, as there is
+    nothing to compare.
     """
     cases = list_parity_cases(ranks.world_size)
     for (name, case), found in zip(
@@ -92,15 +97,15 @@ def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[Check
             everyone = [None] * ranks.world_size
             dist.all_gather_object(everyone, found)
         if ranks.rank == 0:
-            yield make_upper_bound_check_result(
-                "parity", name, merge_rank_findings(case, everyone).largest_error, TOLERANCE
-            )
+            error = merge_rank_findings(case, everyone).largest_error
+            result = make_upper_bound_check_result("parity", name, error, TOLERANCE)
+            yield result if math.isfinite(error) else replace(result, measured=NOT_COMPARABLE)
 
 
 def check_plan_predictions(
     folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None
 ) -> Iterator[CheckResult]:
-    """Yield step time and peak memory of rank 0 in short runs, against the prediction of `mega plan`."""
+    """Yield, on rank 0, step time and peak memory of short runs, against the prediction of `mega plan`."""
     gpu = device == "cuda"
     for name, (model, sequence) in (PLANNED_MODELS if gpu else PLANNED_MODELS_CPU).items():
         raw = _small_run(
@@ -111,6 +116,7 @@ def check_plan_predictions(
             },
         )  # fmt: skip
         if gpu:
+            gc.collect()  # tensors of an earlier run, which the next one would be measured with
             torch.cuda.reset_peak_memory_stats()
         run_training(RunConfig.parse(raw), ranks)
         if ranks.rank == 0:
@@ -150,7 +156,7 @@ def _compare_plan(
 
 
 def check_checkpoint_save_and_load(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the speed of a durable save of a tensor that all ranks share, of loading it, and that it is unchanged."""
+    """Yield, on rank 0, the speeds of saving and loading a sharded tensor, and how many of its values changed."""
     place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
     count = (CHECKPOINT_BYTES if device == "cuda" else CHECKPOINT_BYTES_CPU) // 4
     generator = torch.Generator(place).manual_seed(ranks.rank)

@@ -113,8 +113,9 @@ def run_doctor_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankI
 
 
 def check_rank_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the check results of a job in which one rank is made to fail: how soon, and with which error, all ranks end.
-    They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
+    """Yield check results of a job in which one rank is made to fail: the time until all ranks end, and the error.
+
+    The launcher's error must name the rank and the cause. `kind` is a key of `FAILURES`.
     """
     message = "no error"
     try:
@@ -130,7 +131,7 @@ def check_rank_failure(kind: str, processes: int, folder: Path) -> Iterator[Chec
 
 
 def run_failing_all_reduces(kind: str, folder: Path, device: torch.device) -> None:
-    """Run all-reduces over all ranks without end, until rank `BAD_RANK` fails."""
+    """Run all-reduces without end, while rank `BAD_RANK` kills itself or raises, as `kind` says."""
     value = torch.zeros(1, device=device)
     dist.all_reduce(value)
     if dist.get_rank() == BAD_RANK:

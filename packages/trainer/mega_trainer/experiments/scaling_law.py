@@ -59,7 +59,7 @@ class ScalingLaw:
     beta: float
 
     def predict_loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss of a model of this number of parameters after this number of tokens."""
+        """Return the predicted loss of a model with `parameters` parameters after `tokens` training tokens."""
         return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
 
     @property
@@ -78,7 +78,7 @@ class ScalingLaw:
 
 
 def fit_scaling_law(points: Sequence[ScalingLawPoint], start: ScalingLaw | None = None) -> ScalingLaw:
-    """Fit the law to trainings, from a grid of starts or from one `start`.
+    """Fit a scaling law to finished trainings by L-BFGS, from a grid of starts or from one `start`.
 
     Raises:
         DataError: for fewer than seven trainings, or fewer than three different N or D.
@@ -106,7 +106,7 @@ def fit_scaling_law(points: Sequence[ScalingLawPoint], start: ScalingLaw | None 
 
 
 def check_scaling_points(points: Sequence[ScalingLawPoint]) -> None:
-    """Check that a law can be fitted to trainings.
+    """Raise `DataError` unless a scaling law can be fitted to the trainings.
 
     Raises:
         DataError: for too few trainings, too few different N or D, or a number that is not positive.

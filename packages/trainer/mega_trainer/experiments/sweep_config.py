@@ -55,7 +55,7 @@ class SweepConfig(StrictConfig):
     sampler_seed: int = Field(0, ge=0, description="seed of the sampler")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield problems of values, and of settings that the sampler does not use."""
+        """Yield invalid values, ranges in a grid, and numbers of trials or seeds that conflict with other settings."""
         values = {}
         for key, given in self.settings.items():
             try:
@@ -81,7 +81,7 @@ class SweepConfig(StrictConfig):
 
     @property
     def num_trials(self) -> int:
-        """Number of trials: combinations of settings."""
+        """Number of trials: `trials`, or for a grid the number of combinations."""
         return self.trials or math.prod(len(given) for given in self.settings.values())
 
     @property

@@ -108,7 +108,7 @@ class SweepStudy:
         self._study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True)
 
     def draw_trial(self, number: int) -> dict[str, Any]:
-        """Return the settings of a trial; it is drawn if the study does not have it."""
+        """Return the settings of trial `number`; if the study does not have it, draw and record it."""
         trials = self._study.get_trials(deepcopy=False)
         if number < len(trials):
             params = trials[number].params
@@ -130,7 +130,7 @@ class SweepStudy:
         return study.ask(self._distributions).params
 
     def get_trial_status(self, number: int) -> str:
-        """Return done, failed, begun, or waiting for a trial that is not drawn yet."""
+        """Return the state of a trial: `done`, `failed`, `begun`, or `waiting` if it is not drawn yet."""
         trials = self._study.get_trials(deepcopy=False)
         names = {TrialState.COMPLETE: "done", TrialState.FAIL: "failed"}
         return names.get(trials[number].state, "begun") if number < len(trials) else "waiting"
@@ -244,7 +244,7 @@ class Sweep:
         self.study.finish_trial(trial, None if failed else result.mean)
 
     def read_result(self, trial: int) -> TrialResult:
-        """Return the result of a trial so far; one that is not drawn is waiting, without settings."""
+        """Return the result of a trial so far; its state is `waiting` until one of its runs has logged a step."""
         state = self.study.get_trial_status(trial)
         if state == "waiting":
             return TrialResult(trial, {}, state)

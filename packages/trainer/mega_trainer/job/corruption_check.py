@@ -113,9 +113,7 @@ HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # groups that replicat
 
 @dataclass
 class CorruptionCheck:
-    """Checks of a run for silent data corruption, as the `fault` section of run.yaml configures them.
-    Silent data corruption is bits that devices or memory change without an error.
-    """
+    """Checks of a run for silent data corruption, as the `fault` section of run.yaml configures them."""
 
     config: CorruptionCheckConfig
     executor: PipelineExecutor
@@ -123,9 +121,9 @@ class CorruptionCheck:
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Let all data-parallel ranks recompute the gradients of data rank 0, and compare them bit by bit.
-        This is done if a check is due at this step: all ranks compute the micro-batches of data rank 0 and compare
-        their losses and gradients. TrainingError if some differ.
+        """Compute the same micro-batch on all data ranks and compare losses and gradients bit by bit, if due at `step`.
+
+        The micro-batch is the first of data rank 0; with a pipeline, it is the first `pp` ones.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -135,8 +133,7 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def compare_replicas_after_step(self, step: int, *, saves: bool) -> None:
-        """Compare the replicated weights and optimizer state of ranks bit by bit after a step.
-        This is done if a check is due, or if the step `saves` a checkpoint. TrainingError if some differ.
+        """Compare replicated weights and optimizer state among ranks bit by bit, if due after `step` or before a save.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -162,10 +159,11 @@ class CorruptionCheck:
 
     def check_unchanged_before_update(self, step: int) -> None:
         """Check just before an update that no weight or optimizer state has changed since the previous update.
-        The check needs hashes that were taken after the previous update. TrainingError if one has changed.
+
+        Nothing is checked without the hashes that `compare_replicas_after_step` took after the previous update.
 
         Raises:
-            TrainingError: on every rank, when something has on some.
+            TrainingError: on every rank, when something has changed on some rank.
         """
         if self._rest is None:
             return

@@ -34,7 +34,8 @@ class ExperimentTracker:
 
 
 def open_experiment_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
-    """Open the experiment trackers that a run configures for the `with` block, and yield them.
+    """Open and yield each experiment tracker that the run configures; the caller closes them.
+
     The run continues after step `start`.
 
     Raises:

@@ -113,8 +113,7 @@ class HeartbeatChanges:
 
 
 class HangWatchdog:
-    """Context manager whose thread watches the ranks of a job and ends a job that hangs.
-    A job hangs when a rank is silent, or all ranks stand still, for too long.
+    """Context manager whose thread ends the job if a rank is silent, or all ranks stand still, for too long.
 
     Args:
         store: a separate connection to the job's key-value store, used only by the watchdog's thread.

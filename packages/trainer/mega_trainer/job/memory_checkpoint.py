@@ -227,9 +227,7 @@ class MemoryCheckpoint:
         return self._world.size
 
     def newest_complete_step(self) -> MemoryCopyStep | None:
-        """Return the newest step from whose memory copies all ranks can resume, or None.
-        It is None when no step has every rank's copy.
-        """
+        """Return the newest step that has every rank's memory copy, from which all ranks can resume, or None."""
         existing = {copy for copies in self._copies for copy in copies}
         complete = {
             (step, ranks)
@@ -244,7 +242,8 @@ class MemoryCheckpoint:
         return MemoryCopyStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
     def fetch_local_copy(self, complete_step: MemoryCopyStep) -> TrainingStateCopy:
-        """Return this rank's memory copy of the training state of `complete_step`.
+        """Return this rank's memory copy of `complete_step`, received from a backup rank if it is lost here.
+
         The number of ranks of the run may not have changed since.
         """
         for rank in range(complete_step.ranks):
@@ -357,7 +356,7 @@ class MemoryCheckpoint:
 
 
 def encode_tensor_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return the metadata of all slices of sharded tensors as JSON in a uint8 tensor, in the order of an in-memory checkpoint.
+    """Return the metadata of all slices of sharded tensors, in a memory copy's order, as JSON in a uint8 tensor.
     It has the key, global shape, offset, shape and dtype of each slice of `tensors`.
     """
     boxes = [
@@ -369,9 +368,7 @@ def encode_tensor_slice_metadata(tensors: Mapping[str, ShardedTensor]) -> Tensor
 
 
 def should_keep_memory_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether a run keeps copies of its training state in host memory.
-    It does if configured, and if the launcher of its ranks restarts them.
-    """
+    """Return whether a run keeps memory copies of its state: if configured, and its launcher restarts ranks."""
     if not config.checkpoint.memory_every:
         return False
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

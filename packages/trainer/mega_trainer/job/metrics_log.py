@@ -67,7 +67,8 @@ class MfuCalculator:
 
     @classmethod
     def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> MfuCalculator:
-        """Return the calculator of model FLOPs utilisation (MFU) for a run on `world_size` devices like `device`.
+        """Return the MFU calculator of a run on `world_size` devices; NaN utilisation for a module of transformers.
+
         The peak FLOP/s of a device without a known data sheet is measured.
         """
         model, lengths = config.model, config.sequence_lengths
@@ -155,7 +156,8 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log the metrics of a finished optimizer step.
+        """Log the metrics of a finished step, each `log.every` steps; the screen gets at most a line a second.
+
         `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the passes over each data
         set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None values are left out.
         """
@@ -232,9 +234,7 @@ def _format_phases(n: Mapping[str, float]) -> str:
 
 
 def get_peak_allocated_bytes() -> int:
-    """Return the peak bytes that torch has allocated on the GPU.
-    Without a GPU, return the bytes of RAM that this process occupies.
-    """
+    """Return the peak bytes that torch allocated on the GPU; without one, the RAM that this process occupies now."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -242,7 +242,7 @@ def get_peak_allocated_bytes() -> int:
 
 
 def drop_metrics_after_step(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
-    """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
+    """Remove the lines of metrics.jsonl after `step`; return the first line, the last kept one and the former last one.
 
     Returns:
         The first line, the last one that stays, which is empty when none does, and the last one that was there; None

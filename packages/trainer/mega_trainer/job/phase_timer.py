@@ -37,7 +37,7 @@ class DeviceTimestamp:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, other: DeviceTimestamp) -> float:
-        """Return the seconds from the mark `other` to this one; waits for the device to reach this point."""
+        """Return the seconds from the timestamp `other` to this one, after waiting for the device to reach this one."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self._event.synchronize()
@@ -66,7 +66,8 @@ class PhaseTimer:
             self._begin_phase(outer)
 
     def take_phase_durations(self) -> dict[str, float]:
-        """Return the durations of the phases of training steps since the last call, {phase: seconds}.
+        """Return {phase: seconds}, the time spent in each phase since the last call.
+
         Phases that the device has not finished are returned by a later call.
         """
         self._begin_phase(self.current)

@@ -93,8 +93,7 @@ def launcher_folder_path(root: Path, key: bytes, launcher: int) -> Path:
 
 
 def claim_private_folder(path: Path, launcher: int) -> int:
-    """Create a private folder, or check that an existing one is private, and lock it for this process.
-    Return the descriptor of the lock file in the folder `path`.
+    """Create a private folder, or check that an existing one is private, lock it, and return the lock's descriptor.
 
     Raises:
         ConfigError: when it belongs to another user, or others may use it.
@@ -114,11 +113,7 @@ def claim_private_folder(path: Path, launcher: int) -> int:
 
 
 def check_private_folder(path: Path) -> None:
-    """Raise `ConfigError` if a folder is a link, belongs to another user or is open to others.
-
-    Raises:
-        ConfigError: when it is not.
-    """
+    """Raise `ConfigError` if a folder is a link, belongs to another user or is open to others."""
     found = path.lstat()
     if not _is_private(found, stat.S_ISDIR):
         kind = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"

@@ -111,11 +111,10 @@ def _has_saved_tensors(saved: Mapping[str, Any], config: RunConfig) -> bool:
 
 
 def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return the differences between a saved run's settings and the present configuration.
-    They are two lists of `path: old -> new`: changes of the model itself, and other changes.
+    """Return the settings that differ from a saved run's, as `path: old -> new`: those of the model, and others.
 
-    Each is a line `path: old -> new`. Sections that were not saved, as in a converted checkpoint, are not compared, and
-    settings that did not exist yet had their defaults.
+    Sections that were not saved, as in a converted checkpoint, are not compared, and settings that did not exist yet
+    had their defaults.
     """
     current = config.model_dump(mode="json", by_alias=True)
     with suppress(ValidationError):  # settings unknown to this version are compared as saved
@@ -209,9 +208,9 @@ def _absolute_path(path: Location) -> Location:
 def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> TrainingStateCopy | Location | None:
-    """Return the start of a run from copies of its state in host memory that are newer than its checkpoint.
-    It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies;
-    None if no copy is newer than `checkpoint`.
+    """Return the start of a run from memory copies of its state, or None if no copy is newer than `checkpoint`.
+
+    It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (

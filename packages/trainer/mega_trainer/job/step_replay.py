@@ -42,9 +42,7 @@ def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
 
 
 def get_source_git_commit() -> str | None:
-    """Return the git commit of mega's source tree that is running, with `+` if it has changes.
-    It is None for an installed package.
-    """
+    """Return the git commit of mega's running source, with `+` if it has changes; None for an installed package."""
 
     def run_git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -69,8 +67,7 @@ def diff_setting_values(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location | None]:
-    """Return the configuration that repeats a run up to a recorded step, and the checkpoint to start from.
-    The checkpoint is None if the run is repeated from its beginning.
+    """Return the configuration that repeats a run up to a recorded step, and the checkpoint to start from, if any.
 
     Raises:
         ConfigError: when the run has not recorded that step.
@@ -118,9 +115,7 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
 
 
 def write_replay_yaml(config: RunConfig) -> Path:
-    """Write replay.yaml, the settings of the replay run, into its output folder, and return its path.
-    The settings are JSON, which is YAML. Earlier metrics in the folder are removed.
-    """
+    """Write replay.yaml, a replay run's settings as JSON, remove its folder's earlier metrics, and return the path."""
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)

@@ -112,21 +112,19 @@ class LossGuard:
     skips: int = 0
 
     def is_loss_spike(self, loss: float) -> bool:
-        """Return whether a loss is a spike compared to the running average of the loss.
-        A spike is over `spike_factor` times the average, once that includes `WARM` steps.
-        """
+        """Return whether a loss is over `spike_factor` times its running average, once that has `WARM` steps."""
         factor = self.config.spike_factor
         return bool(factor) and self.seen >= WARM and loss > factor * self.average
 
     def accepts_loss(self, loss: float) -> bool:
-        """Return whether a step with this loss may update the weights.
-        It may always under the policy `warn`, else unless the loss is a spike. Loss and result are equal on all ranks.
+        """Return whether a step with this loss may update the weights: under policy `warn`, or if it is no spike.
+        Loss and result are equal on all ranks.
         """
         return self.config.on_spike == "warn" or not self.is_loss_spike(loss)
 
     def check_loss_and_grad_norm(self, step: int, result: StepResult, samples: str = "no samples") -> None:
-        """Check the loss and the gradient norm of a finished step by the run's policies.
-        By policy, log a problem, skip, stop or request a rollback; `samples` names the samples that the step read.
+        """Check a finished step's loss and gradient norm; by policy log a problem, skip, stop or request a rollback.
+        `samples` names the samples that the step read.
 
         Raises:
             NumericalError: when the policy is to stop. The weights are those of the last good step.

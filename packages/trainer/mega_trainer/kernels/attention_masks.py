@@ -18,10 +18,10 @@ from mega_trainer.distributed.device import to_device
 
 @dataclass(frozen=True)
 class BandMask:
-    """Attention mask of a band along the diagonal that ends in the last query and the last key.
-    A query attends to at most `left` keys before its position and `right` after it, as in flash-attn's `window_size`.
+    """Attention mask of a band: `left` keys before a query and `right` after it, with last query and key aligned.
 
-    Query i of S attends to key j of T if d - left <= j <= d + right, where d = i + T - S. None means unbounded.
+    Query i of S attends to key j of T if d - left <= j <= d + right, where d = i + T - S, as in flash-attn's
+    `window_size`. None means unbounded.
     """
 
     left: int | None = None
@@ -36,8 +36,8 @@ class BandMask:
         return range(first, keys if self.right is None else min(keys, rows[-1] + ahead + self.right + 1))
 
     def materialize_mask(self, rows: range, columns: range, ahead: int, device: torch.device) -> Tensor | None:
-        """Return the attention mask of a range of queries and a range of keys, bool [rows, columns], or None.
-        True marks attended keys; None means that all are attended. `ahead` is keys minus queries in total.
+        """Return the mask of ranges of queries and keys, bool [rows, columns], or None if all keys are attended.
+        `ahead` is keys minus queries in total.
         """
         sees_all = (self.left is None or columns[0] >= rows[-1] + ahead - self.left) and (
             self.right is None or columns[-1] <= rows[0] + ahead + self.right
@@ -114,8 +114,7 @@ class AttentionMaskBlock:
 
 
 def make_rectangle_mask_block(rows: slice, queries: range, keys: range, band: BandMask) -> AttentionMaskBlock | None:
-    """Return the attention mask for two ranges of queries and keys that do not overlap, or None.
-    The mask is cut to the visible part of the band; None means that no query attends to a key.
+    """Return the attention mask of two ranges that do not overlap, cut to its visible part, or None if it is empty.
 
     A query at position i attends to i - left to i + right. The ranges are cut to attending queries and attended keys.
     """
@@ -205,7 +204,7 @@ class VisiblePagedKeys:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Number of cached keys of each row, int32 [N]."""
+        """Number of cached keys of each row, with those that a window hides, int32 [N]."""
         return self.stop.int()
 
     @cached_property

@@ -78,8 +78,8 @@ class BackendFacts:
         return f"requires a head size of at least {NARROWEST_FLEX_HEAD}, not {min(self.head)}" if narrow else None
 
     def recurrent_library_problem(self, kind: str) -> str | None:
-        """Return the error message if the library for a part of recurrent mixers cannot be used, else None.
-        The parts are `conv`, `scan` and `delta`.
+        """Return the error message if the library for `conv`, `scan` or `delta` cannot be used, else None.
+        They are parts of recurrent mixers.
         """
         if self.missing_gpu_problem or not self.half:
             return self.missing_gpu_problem or "requires precision = bf16, fp16 or fp8"
@@ -111,8 +111,8 @@ class BackendChoice:
     recurrent: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return one line for the log at the start of a run, such as `kernels: linear torch (...), attention flash
-        (...)`.
+        """Return one line for the log at the start of a run.
+        An example is `kernels: linear torch (...), attention flash (...)`.
         """
         chosen = {"linear": self.linear, "attention": self.attention, **self.recurrent}
         return "kernels: " + ", ".join(f"{what} {name} ({self.because[what]})" for what, name in chosen.items())

@@ -91,7 +91,9 @@ def compute_attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tens
 def attend_block(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to one block of keys, by `flash` or in tiles."""
+    """Return the attention to one block of keys and the log-sum-exp of its scores, by `flash` or in tiles.
+    Not differentiable; arguments and results are as in `Kernels.attend_block`.
+    """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused(flash, q, k, v, mask, how)
     if isinstance(mask, PackedDocumentMask):
@@ -118,10 +120,8 @@ def attend_block_backward(
     how: AttentionScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from one block of keys in block-by-block attention.
-    See `Kernels.attend_block_backward`.
-
-    The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
+    """Return the gradients of q, k and v that come from one block of keys; add that of the bias to `d_bias`.
+    See `Kernels.attend_block_backward`. `d_bias` is [H, n], in at least fp32.
     """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused_backward(flash, dy, q, k, v, y, lse, mask, how)

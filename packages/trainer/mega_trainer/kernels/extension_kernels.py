@@ -44,13 +44,13 @@ class ExtensionKernels:
         return function(*arguments, **options)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-        """Return the RMSNorm of x."""
+        """Return the RMSNorm of x, by an extension's kernel if it supports the call."""
         return self._compute("rms_norm", x, weight, eps, zero_centered=zero_centered)
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return x + y and its RMSNorm."""
+        """Return x + y (x without y) and its RMSNorm, by an extension's RMSNorm kernel if there is one."""
         if "rms_norm" not in self._kernels:
             return self._base.add_rms_norm(x, y, weight, eps, zero_centered=zero_centered)
         x = x if y is None else x + y
@@ -59,13 +59,15 @@ class ExtensionKernels:
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Return the LayerNorm of x."""
+        """Return the LayerNorm of x, by an extension's kernel if it supports the call."""
         return self._compute("layer_norm", x, weight, bias, eps, zero_centered=zero_centered)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention; score transforms and mask tensors are left to the other back end."""
+        """Compute scaled dot-product attention, by an extension's kernel if it supports the call.
+        Score transforms and mask tensors are left to the other back end.
+        """
         if isinstance(mask, Tensor) or how.has_unfused_terms:
             return self._base.attention(q, k, v, mask, how)
         band, cu_seqlens = (mask.band, mask.cu_seqlens) if isinstance(mask, PackedDocumentMask) else (mask, None)
@@ -77,7 +79,7 @@ class ExtensionKernels:
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return act(gate) * up."""
+        """Return act(gate) * up, by an extension's kernel if it supports the call."""
         return self._compute("gated_activation", gate_up, activation, limit=limit, weights=weights)
 
     def short_convolution(
@@ -90,5 +92,5 @@ class ExtensionKernels:
         *,
         silu: bool = True,
     ) -> Tensor:
-        """Compute the short causal convolution."""
+        """Compute the short causal convolution, by an extension's kernel if it supports the call."""
         return self._compute("short_convolution", x, before, weight, bias, preceding_tokens, silu=silu)

@@ -50,14 +50,12 @@ class FlashAttentionCall:
 
     @property
     def is_causal(self) -> bool:
-        """True if a query attends to all keys up to its own position."""
+        """True if a query attends to all keys up to its own position, and to no later ones."""
         return self.band == CAUSAL
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Number of keys to the left and to the right of its position that a query attends to.
-        It is in flash-attn's convention, where -1 is unbounded.
-        """
+        """Numbers of keys to the left and right of a query's position that it attends to; -1 is unbounded."""
         left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
         return left, right
 
@@ -96,7 +94,7 @@ class TorchFlashKernel:
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
-        """Return whether torch has a flash kernel for these operands."""
+        """Return whether torch has a flash kernel for these operands, mask and scores; never with a soft cap."""
         if how.softcap is not None:
             return False
         # on a CPU, causal masks are aligned with the first query and key, not the last
@@ -111,7 +109,7 @@ class TorchFlashKernel:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by torch's flash kernel."""
+        """Return the attention output and the log-sum-exp of the scores, by torch's flash kernel."""
         if not _on_gpu(q):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.is_causal, scale=call.scale)
@@ -159,7 +157,7 @@ def supports_fused_attention_on_gpu(q: Tensor, v: Tensor) -> bool:
 
 
 def supports_flash_head_size(size: int) -> bool:
-    """Return whether fused kernels support heads of `size` elements."""
+    """Return whether flash attention kernels support heads of `size` elements: a multiple of 8, at most 256."""
     return size % 8 == 0 and size <= WIDEST_HEAD
 
 
@@ -172,7 +170,7 @@ class FlashAttention2:
         self.library = flash_attn_interface
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
-        """Return whether flash-attn 2 supports these operands."""
+        """Return whether operands are on a GPU, in bf16 or fp16, with a head size that flash-attn 2 supports."""
         return supports_fused_attention_on_gpu(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -182,7 +180,7 @@ class FlashAttention2:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by flash-attn 2."""
+        """Return the attention output and the log-sum-exp of the scores, by flash-attn 2."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
         if starts is None:
@@ -231,15 +229,15 @@ class FlashAttention3:
         self.library = torch.ops.flash_attn_3
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
-        """Return whether flash-attn 3 supports these operands."""
+        """Return whether operands are on a GPU, in bf16 or fp16, with a head size that flash-attn 3 supports."""
         return supports_fused_attention_on_gpu(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return True only for the key and value head sizes of DeepSeek's MLA."""
+        """Return True for keys of 129 to 192 and values of 97 to 128 elements, such as DeepSeek's MLA has."""
         return 128 < d <= 192 and 96 < e <= 128
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by flash-attn 3."""
+        """Return the attention output and the log-sum-exp of the scores, by flash-attn 3."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         y, lse, *_ = self.library.fwd(
             q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts,

@@ -21,7 +21,7 @@ from mega_trainer.kernels.leaf_compiler import compile_with_own_cache
 
 
 class FlexAttentionKernel:
-    """Flash attention kernel by torch's FlexAttention. The backward of a block recomputes its output, as autograd requires.
+    """Flash attention kernel by torch's FlexAttention, whose backward of a block recomputes the block's output.
 
     Args:
         compiled: compile to one kernel; uncompiled it is for tests.
@@ -34,7 +34,9 @@ class FlexAttentionKernel:
         self.mask = lru_cache(8)(self._make_mask)
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
-        """Return whether the operands are on the device that the kernel is for."""
+        """Return whether the operands are on a GPU, or for an uncompiled kernel on a CPU.
+        Every mask and soft cap is supported.
+        """
         return q.is_cuda == self.on_gpu
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -44,7 +46,7 @@ class FlexAttentionKernel:
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by FlexAttention."""
+        """Return the attention output and the log-sum-exp of the scores, by FlexAttention."""
         if call.cu_seqlens is not None:
             y, lse = self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), call)
             return y[0], lse[0]

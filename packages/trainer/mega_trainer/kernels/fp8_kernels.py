@@ -48,6 +48,8 @@ BLOCKS = {
     ScalingType.BlockWise1x32: (1, 32),
 }
 MX = ScalingType.BlockWise1x32
+NVFP4_BLOCK, E2M1_MAX = 16, 6.0
+ROTATION_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _TINY = 2.0**-100  # lower bound of scales, for blocks of zeros
 
 
@@ -216,15 +218,15 @@ class Fp8Kernels(TorchKernels):
         self.recipe, self.gradients = recipe, gradients
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a linear layer's weight to fp8."""
+        """Quantise a linear layer's weight and its transpose to fp8."""
         return quantize_with_transpose(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a stack of expert weights to fp8."""
+        """Quantise a stack of expert weights and their transposes to fp8."""
         return quantize_with_transpose(weight, self._grouped_kinds[1], leaves=self.leaves)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise an output gradient dY to fp8."""
+        """Quantise an output gradient dY and its transpose to fp8."""
         forms = quantize_with_transpose(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
         return Fp8OutputGradient(forms, dy.shape, dy.dtype)
 
@@ -292,3 +294,56 @@ def _grouped_scaled_gemm(x: Fp8Matrix, weight: Fp8Matrix, rows: GroupedRows, dty
         offs=rows.ends, output_dtype=dtype, use_fast_accum=True,
     )  # fmt: skip
     return y
+
+
+def round_to_nvfp4(x: Tensor, rows: int = 1) -> Tensor:
+    """Return a matrix [.., M, K] rounded to NVFP4, in its own dtype: e2m1 values times a scale for `rows` x 16 of them.
+    A rounded matrix is unchanged.
+
+    Scales have the three mantissa bits of e4m3 and any exponent, as if each block had the scale of a tensor with its largest
+    value; so no layout that keeps blocks whole changes a value.
+    """
+    blocks = _view_blocks(x.to(torch.promote_types(x.dtype, torch.float32)), rows, NVFP4_BLOCK)
+    mantissa, exponent = torch.frexp(blocks.abs().amax((-3, -1), keepdim=True).float() / E2M1_MAX)
+    scale = torch.ldexp((mantissa * 16).round() / 16, exponent).clamp(min=_TINY)
+    values = (blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)
+    step = torch.ldexp(torch.ones_like(values), torch.frexp(values.abs().clamp(min=1))[1] - 2)
+    return ((values / step).round() * step * scale).view(x.shape).to(x.dtype)
+
+
+def rotate_blocks(x: Tensor) -> Tensor:
+    """Multiply each 16 columns of a matrix [M, K] by a Hadamard matrix with random signs, which spreads outliers.
+    The signs are Transformer Engine's; the product of two rotated matrices a b^T is that of the matrices.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    two = torch.tensor([[1, 1], [1, -1]], device=x.device, dtype=wide)
+    four = torch.kron(two, two)
+    rotation = x.new_tensor(ROTATION_SIGNS, dtype=wide)[:, None] * torch.kron(four, four) / 4
+    return (x.to(wide).reshape(-1, NVFP4_BLOCK) @ rotation).view(x.shape).to(x.dtype)
+
+
+class Nvfp4Kernels(TorchKernels):
+    """Kernel back end for CPUs whose linear layers multiply operands rounded to NVFP4.
+    It is Transformer Engine's recipe (arXiv:2509.25149).
+
+    Weights have blocks of 16 x 16, activations and gradients of 16 along the axis of the sum, and the operands of the weight
+    gradient are rotated first. Gradients are rounded to nearest, not stochastically as on a GPU: a stochastic rounding that
+    is the same in every layout would need each value's position in the whole tensor.
+    """
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """Round a linear layer's weight to NVFP4."""
+        return round_to_nvfp4(weight, NVFP4_BLOCK)
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Return Y = X W^T + b with operands rounded to NVFP4."""
+        return super().linear_forward(round_to_nvfp4(x), self.prepare_weight(weight), bias)
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """Return the input gradient dX = dY W with operands rounded to NVFP4."""
+        return super().linear_dgrad(round_to_nvfp4(dy), self.prepare_weight(weight))
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return the weight gradient dW = dY^T X with operands rotated over tokens and rounded to NVFP4."""
+        turned_dy, turned_x = (round_to_nvfp4(rotate_blocks(t.flatten(0, -2).t())) for t in (dy, x))
+        return gemm_accumulation.gemm_into(turned_dy, turned_x.t(), out, add=add)

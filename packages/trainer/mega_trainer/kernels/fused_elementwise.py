@@ -27,7 +27,7 @@ APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 
 
 def fusible_gated_activation(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return act(gate) * up: [N tokens, 2F] (gate, then up) -> [N, F], with the arguments of `Kernels.gated_activation`."""
+    """Return act(gate) * up of `gate_up` [N, 2F] (gate, then up), as [N, F]; see `Kernels.gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -40,7 +40,7 @@ def fusible_gated_activation(gate_up: Tensor, activation: str, limit: float | No
 
 
 def fusible_gated_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return the gradient of `gate_up` [N, 2F], gate and up side by side, from dy [N, F], for `fusible_gated_activation`."""
+    """Return the gradient of `gate_up` [N, 2F], gate then up, for `fusible_gated_activation`, from dy [N, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         inside = gate <= limit, up.abs() <= limit
@@ -69,7 +69,7 @@ def fusible_weighted_activation(gate_up: Tensor, weights: Tensor, activation: st
 def fusible_weighted_activation_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, activation: str, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up` [N, 2F] and of the weights [N] from dy [N, F], for `fusible_weighted_activation`."""
+    """Return the gradients of `gate_up` [N, 2F] and weights [N] for `fusible_weighted_activation`, from dy [N, F]."""
     dweights = (dy * fusible_gated_activation(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
     return fusible_gated_activation_backward(
         dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit
@@ -204,8 +204,8 @@ def add_rms_norm(
 def fusible_rotary_embedding(
     cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor
 ) -> Tensor:
-    """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated.
-    They are rotated by the rotary angles, or with `back` by their negatives, for the gradient.
+    """Concatenate heads to [B, S, sum H_i, d], the first `turning` rotated by the angles or, if `back`, in reverse.
+    The heads are [B, S, H_i, d]; `back` is for the gradient.
 
     Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
@@ -269,7 +269,7 @@ class _ApplyRotary(Function):
         ctx.interleaved, ctx.leaves = interleaved, leaves
         ctx.turning = sum(heads[:turning])
         out = leaves(fusible_rotary_embedding, cos, sin, interleaved, False, ctx.turning, x)
-        return torch.split(out, list(heads), -2)
+        return out.split_with_sizes(list(heads), -2)
 
     @staticmethod
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
@@ -280,8 +280,7 @@ class _ApplyRotary(Function):
 def apply_rotary(
     x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: FusibleFunctionCompiler
 ) -> tuple[Tensor, ...]:
-    """Split x [B, S, H, d] into parts of `heads` heads each, with some heads rotated by the rotary angles.
-    The first `turning` heads of x are rotated.
+    """Split x [B, S, H, d] into parts of `heads` heads each, of which the first `turning` parts are rotated.
 
     In training all parts are copies, so that x is not kept alive by a part that is not rotated.
     """

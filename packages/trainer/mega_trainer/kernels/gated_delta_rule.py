@@ -45,7 +45,8 @@ class DeltaRuleInputs:
         v: [B, S, H, V].
         g: logarithm of the decay of the state, [B, S, H], or of each of its key channels, [B, S, H, K] (then G = H), in
             at least fp32, at most 0.
-        beta: share of a key's value that is overwritten, [B, S, H] in the dtype of g, between 0 and 1.
+        beta: share of a key's value that is overwritten, [B, S, H] in the dtype of g, between 0 and 1, or up to 2 for
+            transitions with negative eigenvalues.
     """
 
     q: Tensor

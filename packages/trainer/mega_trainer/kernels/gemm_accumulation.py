@@ -15,7 +15,7 @@ PIECE, PIECES = 1 << 18, 1 << 8  # elements of a part, and most parts
 
 
 def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """Multiply a [M, K] by b [K, N] into a new tensor or into `out` [M, N]; with `add` the product is added to `out`."""
+    """Multiply a [M, K] by b [K, N] into a new tensor or `out` [M, N]; with `add` the product is added to `out`."""
     if out is None:
         return a.mm(b)
     if out.dtype == a.dtype:
@@ -44,8 +44,8 @@ def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: 
 
 
 def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """Write an embedding's gradient into `out` [R, D].
-    Sum values [.., D] into the rows `row_indices` [..] of `out`; with `add` keep what `out` has.
+    """Sum token gradients `values` [.., D] into the rows `row_indices` [..] of an embedding's gradient `out` [R, D].
+    With `add`, keep what `out` has.
 
     Values of the same row are added in a fixed order.
     """

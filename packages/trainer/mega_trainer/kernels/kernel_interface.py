@@ -115,7 +115,7 @@ class Kernels(Protocol):
         """
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare a stack of G weights W [G, N, D] (for example quantise it) for `grouped_linear` and `grouped_dgrad`."""
+        """Prepare a stack of weights W [G, N, D] (for example quantise it) for `grouped_linear` and `grouped_dgrad`."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
         """Prepare an output gradient dY [.., N] (for example quantise it) for `linear_dgrad` and `linear_wgrad`."""
@@ -129,10 +129,8 @@ class Kernels(Protocol):
         """Return a linear layer's input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return a linear layer's weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
-        dY may be from `prepare_gradient`.
-
-        With `out`, which may have a wider dtype, the result is written there, or added to it with `add`; returns `out`.
+        """Return a linear layer's weight gradient dW = dY^T X [N, D], written, or with `add` added, to `out` if given.
+        It is summed over tokens: [.., N] x [.., D] -> [N, D]. dY may be from `prepare_gradient`, and `out` may be wider.
         """
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -173,8 +171,7 @@ class Kernels(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention with grouped queries (GQA).
-        The mask is `mask`; scores are transformed by `how`.
+        """Compute scaled dot-product attention with grouped queries (GQA), a `mask` and transformed scores (`how`).
 
         q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. A `mask` tensor is
         boolean, broadcastable to [B, H, S, T], True where a query attends to a key.
@@ -204,8 +201,8 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention to some of the keys and the log-sum-exp of the scores.
-        The caller merges the blocks and applies attention sinks.
+        """Return the attention to some of the keys and the log-sum-exp of scores, to be merged with other blocks.
+        The caller also applies attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the
         scores [B, S, H], in at least fp32. Every query must attend to a key. Not differentiable.
@@ -258,7 +255,7 @@ class Kernels(Protocol):
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, or of Mamba-1's if decays are of channels, [B, S, heads, channels].
+        """Return the outputs [B, S, heads, channels] of Mamba-2's recurrence, or of Mamba-1's by the shape of `decay`.
         They have at least the precision of x; `states` passes states between chunks (a `ScanPass`).
         """
 

@@ -23,10 +23,9 @@ MOST_SHAPES = 32  # compilations of one variant; sizes that change become dynami
 
 
 class FusibleFunctionCompiler:
-    """Caller of fusible functions, small elementwise functions that torch.compile fuses.
-    It calls them eagerly or, with `compiled`, by torch.compile.
+    """Caller of fusible (elementwise or row-wise) functions, eagerly or, if `compiled`, by torch.compile.
 
-    A leaf is compiled once for each variant of its arguments, and again for dynamic shapes at the second number of rows.
+    A function is compiled once for each variant of its arguments, and again for dynamic shapes at the second number of rows.
     Compiled and eager results differ only by rounding.
     """
 
@@ -66,9 +65,9 @@ def _argument_variant(arg: object) -> Hashable:
 
 
 def apply_autograd_function(function: type[Function], *args: Any) -> Any:
-    """Call `function.apply` of an autograd function, with less host time.
-    torch's check for transforms such as vmap, which takes a third of the call, is left out. With gradients disabled only
-    the function's forward is called, which takes at most half of the host time.
+    """Call `function.apply` of an autograd function with less host time, or only its forward without gradients.
+    torch's check for transforms such as vmap, which takes a third of the call, is left out. The forward alone takes at
+    most half of the host time.
     """
     if torch.is_grad_enabled():
         return super(Function, function).apply(*args)  # type: ignore[misc]
@@ -86,8 +85,7 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its fusible functions with torch.compile.
-    The setting `auto` compiles on a GPU with a working compiler.
+    """Return whether a run on `device` compiles fusible functions; `auto` does on a GPU with a working compiler.
 
     Raises:
         ConfigError: when `setting` is true and the compiler does not work.

@@ -47,7 +47,7 @@ class Nf4Quantizer:
             ) from error
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight to NF4; fp64 is rounded to fp32 first."""
+        """Quantise a weight to NF4, and return packed elements and block scales; fp64 is rounded to fp32 first."""
         flat = values.float() if values.dtype == torch.float64 else values
         packed, state = self._library.quantize_4bit(flat.contiguous(), blocksize=BLOCK, quant_type="nf4")
         rows = values.shape[:-1]

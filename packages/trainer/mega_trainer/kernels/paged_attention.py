@@ -45,7 +45,7 @@ def supports_paged_attention(
     rows: VisiblePagedKeys,
     how: AttentionScoreTransform,
 ) -> bool:
-    """Return whether the implementation called `name` supports a call with the arguments of `Kernels.paged_attention`."""
+    """Return whether the implementation `name` supports a call with the arguments of `Kernels.paged_attention`."""
     if name == "gathered":
         return how.bias is None or (how.softcap is None and how.sinks is None)
     if name == "flash":
@@ -77,7 +77,7 @@ def choose_paged_attention(
 def attend_paged_flash(
     q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
 ) -> Tensor:
-    """Compute attention by torch's flash attention kernel, which reads the pages in place.
+    """Compute attention of one query per row by torch's flash kernel, which reads KV cache pages in place.
     Arguments and result are as in `Kernels.paged_attention`.
     """
     pages = [held.view(-1, rows.page, *held.shape[1:]) for held in (keys, values)]
@@ -95,7 +95,7 @@ def attend_paged_flash(
 def attend_gathered_pages(
     q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
 ) -> Tensor:
-    """Compute attention to the keys and values of all rows, gathered into one padded batch.
+    """Compute attention of one query per row to cached keys, which are gathered into one padded batch.
     Arguments and result are as in `Kernels.paged_attention`.
     """
     k = keys.index_select(0, rows.slots).view(len(q), rows.longest, *keys.shape[1:])

@@ -91,7 +91,7 @@ class MambaScanKernel:
 
 class FlaDeltaRuleKernel:
     """Gated delta rule of whole sequences by the flash-linear-attention library.
-    It is a `Kernels.gated_delta_rule`; several documents must be in one batch row.
+    With documents, the batch rows are concatenated to one, as the library requires.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ class SequenceChunks:
 
     @cached_property
     def chunk_document_starts(self) -> Tensor | None:
-        """Start of each token's document relative to its chunk, int64 [batch, n, size], or None.
-        It is negative if the document starts before the chunk; None means that every document began earlier.
+        """Start of each token's document relative to its chunk, negative if before it; None without packed documents.
+        It is int64 [batch, n, size].
 
         Padding belongs to the last document of its span, so that the state passes through it.
         """
@@ -62,13 +62,13 @@ class SequenceChunks:
 
     @cached_property
     def same_document_mask(self) -> Tensor | None:
-        """Mask of the token pairs of each chunk that are in one document: bool [batch, n, size, size]; None if all are."""
+        """Mask of a chunk's token pairs in one document, bool [batch, n, size, size]; None without documents."""
         starts = self.chunk_document_starts
         return None if starts is None else starts[..., :, None] == starts[..., None, :]
 
     @cached_property
     def document_started_before_chunk(self) -> Tensor | None:
-        """Mask of tokens whose document began before their chunk: bool [batch, n, size]; None if all did."""
+        """Mask of tokens whose document began before their chunk, bool [batch, n, size]; None without documents."""
         return None if self.chunk_document_starts is None else self.chunk_document_starts < 0
 
 

@@ -119,6 +119,8 @@ def short_convolution(
     silu: bool,
     leaves: FusibleFunctionCompiler,
 ) -> Tensor:
-    """Convolve each channel of x [B, S, D] causally along S, with a kernel of its own; differentiable."""
+    """Convolve each channel of x causally with its own taps, and apply SiLU if `silu`; differentiable.
+    Arguments and result are as in `Kernels.short_convolution`.
+    """
     y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, silu, leaves)
     return y

@@ -24,10 +24,10 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 class TeLinearKernels(TorchKernels):
     """Kernel back end whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
 
-    In fp8, M, D and N must be multiples of 16 (MXFP8: 32).
+    In fp8, M, D and N must be multiples of 16 (MXFP8 and NVFP4: 32).
 
     Args:
-        recipe: tensorwise, blockwise or mxfp8: quantisation of both operands of each GEMM by their current values
+        recipe: tensorwise, blockwise, mxfp8 or nvfp4: quantisation of both operands of each GEMM by their current values
             ("current scaling"); None: no quantisation.
         wide_gradients: output gradients are in e5m2, all else in e4m3.
     """
@@ -53,11 +53,11 @@ class TeLinearKernels(TorchKernels):
         self.precise = recipe == "blockwise"  # block scales are applied during the accumulation
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a linear layer's weight for Transformer Engine."""
+        """Return a linear layer's weight as operand of Transformer Engine's GEMMs, in fp8 if a recipe is set."""
         return _prepare(self.weight, weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise an output gradient dY for Transformer Engine."""
+        """Return an output gradient dY as operand of Transformer Engine's GEMMs, in fp8 if a recipe is set."""
         return _prepare(self.dy, dy)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
@@ -75,7 +75,7 @@ class TeLinearKernels(TorchKernels):
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM."""
+        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM, in or added to `out` if given."""
         a, b = _operand(self.x, x, rowwise=False), dy.matrix
         dw: Tensor
         dw, *_ = self.library.general_gemm(
@@ -86,8 +86,8 @@ class TeLinearKernels(TorchKernels):
 
 
 class TeGemmOperand(NamedTuple):
-    """Operand of Transformer Engine's GEMMs, quantised once for two of them.
-    It has `matrix` [M, K] in fp8, rowwise and columnwise, and the original `shape` [.., K] and `dtype`.
+    """Operand of two of Transformer Engine's GEMMs, quantised once for both if a recipe is set.
+    It has `matrix` [M, K], in fp8 rowwise and columnwise, and the original `shape` [.., K] and `dtype`.
     """
 
     matrix: Any
@@ -97,10 +97,19 @@ class TeGemmOperand(NamedTuple):
 
 def _make_quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     """Return the quantizers of activations, weights and output gradients."""
-    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+    from transformer_engine.common.recipe import (
+        Float8BlockScaling,
+        Float8CurrentScaling,
+        Format,
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+    )
     from transformer_engine.pytorch.quantization import RecipeState
 
-    scalings = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
+    scalings = {
+        "tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling,
+        "nvfp4": NVFP4BlockScaling,
+    }  # fmt: skip
     scaling = scalings[recipe](fp8_format=Format.HYBRID if wide_gradients else Format.E4M3)
     forward = RecipeState.create(scaling, mode="forward", num_quantizers=3)  # the third is of the output
     backward = RecipeState.create(scaling, mode="backward", num_quantizers=2)
@@ -138,7 +147,7 @@ class TeAttention:
     def supports_call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> bool:
-        """Return whether Transformer Engine supports attention with these operands.
+        """Return whether the call is causal self-attention without score transforms, on supported GPU operands.
         See `WholeSequenceAttentionKernel.supports_call`.
         """
         band = mask.band if isinstance(mask, PackedDocumentMask) else mask

@@ -88,7 +88,7 @@ class TorchKernels:
         return dx
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X."""
+        """Return the weight gradient dW = dY^T X, written, or with `add` added, to `out` if given."""
         return gemm_accumulation.gemm_into(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -106,19 +106,19 @@ class TorchKernels:
         return grouped_gemm.grouped_wgrad_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-        """Return the RMSNorm of x."""
+        """Return the RMSNorm of x over the last axis, multiplied by the weight."""
         return self.add_rms_norm(x, None, weight, eps, zero_centered=zero_centered)[1]
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return x + y and its RMSNorm."""
+        """Return x + y (x without y) and its RMSNorm over the last axis."""
         return fused_elementwise.add_rms_norm(x, y, weight, eps, zero_centered, self.leaves)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Return the LayerNorm of x."""
+        """Return the LayerNorm of x over the last axis, with weight and bias."""
         if zero_centered:
             offset = None if bias is None else upcast_to_fp32(bias)
             return F.layer_norm(upcast_to_fp32(x), (x.shape[-1],), 1 + upcast_to_fp32(weight), offset, eps).to(x.dtype)
@@ -137,7 +137,7 @@ class TorchKernels:
         return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Compute attention of one query per batch row, in generation.
+        """Compute attention of one query per batch row to all cached keys of that row, in generation.
 
         Heads that share a key become queries of that key, so that it is read once.
         """
@@ -156,14 +156,14 @@ class TorchKernels:
         how: AttentionScoreTransform,
         name: PagedAttentionName,
     ) -> Tensor:
-        """Compute attention of one query per row to a paged KV cache, by torch's flash attention or a gathered batch."""
+        """Compute attention of one query per row to a paged KV cache, by torch's flash kernel or a gathered batch."""
         attend = attend_paged_flash if name == "flash" else attend_gathered_pages
         return attend(q, keys, values, rows, how)
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention to one block of keys."""
+        """Return the attention to one block of keys, and the log-sum-exp of its scores."""
         return blockwise_attention.attend_block(self.flash, q, k, v, mask, how)
 
     def attend_block_backward(
@@ -183,7 +183,7 @@ class TorchKernels:
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return act(gate) * up."""
+        """Return act(gate) * up for a fused gate and up, with rows multiplied by `weights` if given."""
         return fused_elementwise.gated_activation(gate_up, weights, activation, limit, self.leaves)
 
     def short_convolution(
@@ -196,7 +196,7 @@ class TorchKernels:
         *,
         silu: bool = True,
     ) -> Tensor:
-        """Compute the short causal convolution."""
+        """Convolve each channel of x causally with a few taps, by causal-conv1d if the run uses it."""
         if self.recurrent.conv is not None:
             return self.recurrent.conv(x, before, weight, bias, preceding_tokens, silu=silu)
         return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, silu, self.leaves)
@@ -204,7 +204,7 @@ class TorchKernels:
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Compute the selective scan of Mamba-2, or of Mamba-1."""
+        """Compute the selective scan of Mamba-2 or Mamba-1, of whole sequences by mamba-ssm if the run uses it."""
         if chunks.whole and self.recurrent.scan is not None and self.recurrent.scan.supports(steps, chunks):
             return self.recurrent.scan(steps, chunks)
         return (selective_scan if steps.decay.dim() == 1 else channel_scan)(steps, chunks, states)
@@ -212,7 +212,7 @@ class TorchKernels:
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Compute the gated delta rule."""
+        """Compute the gated delta rule, of whole sequences by flash-linear-attention if the run uses it."""
         if chunks.whole and self.recurrent.delta is not None:
             return self.recurrent.delta(updates, chunks)
         return gated_delta_rule(updates, chunks, states)
@@ -230,7 +230,7 @@ class TorchKernels:
 
 
 class SdpaAttention:
-    """Attention kernel for whole sequences by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
+    """Attention kernel for whole sequences, causal or full, by torch's scaled_dot_product_attention.
 
     Also of a few queries to cached keys, for generation on a CPU.
     """
@@ -238,7 +238,7 @@ class SdpaAttention:
     def supports_call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> bool:
-        """Return whether scaled_dot_product_attention supports this call."""
+        """Return whether scores are not transformed, and the mask is full, causal, or small in generation on a CPU."""
         if how.has_unfused_terms or _is_full_or_causal(q, k, mask):
             return not how.has_unfused_terms
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
@@ -294,8 +294,8 @@ def reference_attention(
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
     modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> Tensor:
-    """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
-    Arguments and result are as in `Kernels.attention`; `drop` applies dropout to the probabilities.
+    """Compute attention unfused, with optional dropout and score modification, which fused kernels do not have.
+    Arguments and result are as in `Kernels.attention`.
 
     `drop` is applied to the probabilities [B, H, S, T], `modify` to the scores before the mask.
     """

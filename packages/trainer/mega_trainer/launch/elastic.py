@@ -93,7 +93,8 @@ def _exit_when_stuck(done: threading.Event) -> None:
 
 
 def merge_exit_codes(exit_codes: Iterable[int]) -> int:
-    """Return the exit status of a job from the exit codes of its ranks.
+    """Return the exit status of a job: that of the first rank that failed, not counting ranks that were stopped.
+
     The codes are in order of failure; negative codes are signals.
 
     >>> merge_exit_codes([75, -15, 75]), merge_exit_codes([75, 2, 1]), merge_exit_codes([-9, 75])

@@ -91,8 +91,9 @@ def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
 
 
 def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Terminate torchrun with exit status `status` to prevent a useless restart of ranks.
-    It would otherwise restart a rank that was stopped or has a permanent error.
+    """Terminate torchrun, which returns `status`, if it would otherwise restart ranks; only local rank 0 does.
+
+    For a rank that was stopped or has a permanent error, a restart would be useless.
     """
     write_exit_status_note(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
@@ -124,8 +125,7 @@ def convert_unreachable_rank_errors(ranks: RankInfo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
-    """Join the job's torch process group while the `with` block runs, and yield the job's key-value store.
-    A single rank needs neither and gets None.
+    """Join the job's torch process group for the `with` block, and yield the key-value store; None on a single rank.
 
     Args:
         ranks: of this process.
@@ -174,20 +174,16 @@ def _leave_process_group(watch: PeerFailureWatch) -> Iterator[None]:
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
-    """Return the default number of ranks on this machine.
-    It is one per GPU, or on CPU `layout_ranks`, the number that the parallel layout needs.
-    """
+    """Return the default number of ranks on this machine: one per GPU, or on a CPU `layout_ranks`."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else layout_ranks
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run a command as `count` ranks on this machine, and wait for them.
-    Signals to end are passed on to the ranks. Return 0, or `INTERRUPTED_STATUS` if they saved and stopped early.
+    """Run a command as `count` ranks on this machine, and wait for them; signals to end are passed on.
 
     Returns:
         0, or `INTERRUPTED_STATUS` when they have saved before their end.
-
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last output; its `exit_status` is the
             rank's. Also when a signal ended the ranks before they trained.

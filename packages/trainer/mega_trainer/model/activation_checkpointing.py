@@ -77,9 +77,7 @@ class OffloadedActivations:
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
     def pack_saved_tensor(self, tensor: Tensor) -> Any:
-        """Copy a tensor saved for the backward to host memory, and return the object that autograd keeps instead.
-        Weights and small tensors stay on the device.
-        """
+        """Copy a saved tensor to host memory, unless it is small or a weight; return the object that autograd keeps."""
         storage = tensor.untyped_storage()
         weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         if self._keep or weight or storage.nbytes() < self._offload.min_bytes:
@@ -90,7 +88,7 @@ class OffloadedActivations:
         return _View(copy, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack_saved_tensor(self, packed: _Kept | _View) -> Tensor:
-        """Return a tensor saved for the backward on the device.
+        """Return a saved tensor on the device, copied back from host memory if it was offloaded.
         Start to prefetch the offloaded tensors of the layer before, whose backward is next.
         """
         if self._before is not None:
@@ -171,8 +169,7 @@ CHEAP: tuple[RecomputedModule, ...] = (
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Policy of activation checkpointing: which activations the backward recomputes.
-    It recomputes nothing, the `modules` of each layer (selective), or whole layers (full).
+    """Policy of activation checkpointing: none, some `modules` of each layer (selective), or whole layers (full).
 
     `layers` limits `full` to the first layers of each stage.
     """
@@ -191,9 +188,7 @@ class RecomputePolicy:
 
 
 class ActivationCheckpointer:
-    """Handling of the activations that a pipeline stage's layers save for the backward.
-    They are kept, recomputed (`recompute`) or moved to host memory (`offload`).
-    """
+    """Handler of a pipeline stage's saved activations: kept, recomputed (`recompute`) or offloaded (`offload`)."""
 
     def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffloadPool | None = None) -> None:
         self.recompute, self.offload = recompute or RecomputePolicy(), offload
@@ -201,7 +196,7 @@ class ActivationCheckpointer:
         self._last: OffloadedActivations | None = None
 
     def run_layer(self, index: int, run: Callable[..., Result], *inputs: Any) -> Result:
-        """Run layer `index` of the pipeline stage with activation checkpointing and offload, and return its outputs."""
+        """Run layer `index` of the stage, with activation checkpointing or offload in training; return its outputs."""
         if index == 0:
             self._last = None  # a new forward begins
         if not torch.is_grad_enabled():
@@ -252,8 +247,8 @@ class ActivationCheckpointer:
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Return `function(*inputs)` with activation checkpointing.
-    Only the inputs are kept for the backward, which calls the function again.
+    """Return `function(*inputs)`, keeping only the inputs; the backward calls it again, and restores no RNG state.
+    Dropout of mega needs none: its masks are seeded by their use.
     """
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y

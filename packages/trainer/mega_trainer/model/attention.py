@@ -57,8 +57,8 @@ class AttentionCore(nn.Module):
             self.kernels = cast(Kernels, ModifiedScoreKernels(build.kernels, modify, self.first_head))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Compute attention of queries to keys and values, [batch, S, H, e], with H query and K key/value heads.
-        Shapes are q [batch, S, H, d], k [batch, T, K, d] and v [batch, T, K, e].
+        """Return the attention of queries to keys and values, or to the KV cache if there is one: [batch, S, H, e].
+        Shapes are q [batch, S, H, d], k [batch, T, K, d] and v [batch, T, K, e], with H query and K key/value heads.
         """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
@@ -86,7 +86,7 @@ class AttentionCore(nn.Module):
         return cache.update_and_attend(self.layer, q, k, v, self.window, self.bind_cached_attention(relative))
 
     def bind_cached_attention(self, relative: PositionBias | None = None) -> CacheAttentionFunction:
-        """Return this layer's attention function for the KV cache."""
+        """Return this layer's attention function for the KV cache, with its score transform and bias bound."""
         return CacheAttentionFunction(self.kernels, self.score_transform, relative, self.chunk is not None)
 
     def _attend_whole(

@@ -28,11 +28,10 @@ class TaskOutputDecoder(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training objective from the final hidden states, with scores for log-probabilities.
-        The scores are [B, S] or [B, S, K]. The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
+        """Return the loss to differentiate, its sums [2], and each token's negated scores, from final hidden states.
+        The loss is -sum(scores * weights), by the batch's `weight_fn`, and zero without one. Scores are [B, S] or
+        [B, S, K], hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
         `Decoder.compute_objective`.
-
-        It is zero without a `weight_fn`.
         """
         own = self.score_tokens(x)
         own = own.squeeze(-1) if self.config.score else own
@@ -43,7 +42,9 @@ class TaskOutputDecoder(Decoder):
         return total, torch.stack([total.detach(), total.new_zeros(())]), -scores
 
     def score_tokens(self, x: Tensor) -> Tensor:
-        """Return the scores of this rank's tokens, or their normalised states: [B, S or S/T, K]."""
+        """Return the scores of this rank's tokens, or their normalised states if the model has no head.
+        They are [B, S or S/T, K].
+        """
         hidden = self.head.norm(x)
         if self.head.transform is not None:
             hidden = self.head.transform(hidden)

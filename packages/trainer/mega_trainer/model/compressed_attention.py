@@ -84,7 +84,7 @@ class SequenceTokens:
         return CompressionWindows(size, order, whole.gather(1, order))
 
     def split_queries(self, size: int) -> Iterator[tuple[slice, range]]:
-        """Yield parts of at most `size` contiguous queries: their slice of this rank's queries, and their indices in the sequence."""
+        """Yield parts of at most `size` contiguous queries, as slices of this rank's queries and sequence indices."""
         before = 0
         for indices in self.queries:
             for first in range(0, len(indices), size):
@@ -93,14 +93,16 @@ class SequenceTokens:
             before += len(indices)
 
     def mask_window_keys(self, part: range, keys: range, window: int) -> Tensor:
-        """Return the mask of the `keys` that the queries of a part attend to in a sliding window, bool [B or 1, n, keys]."""
+        """Return the mask of the `keys` that the queries `part` attend to: those in their sliding window and document.
+        It is bool [B or 1, n, keys] for n queries.
+        """
         at = torch.arange(keys.start, keys.stop, device=self.starts.device)
         own = torch.arange(part.start, part.stop, device=self.starts.device)[:, None]
         return (at <= own) & (at > own - window) & (at >= self._starts_of(part))
 
     def mask_entries(self, part: range, windows: CompressionWindows, count: int) -> Tensor:
-        """Return the mask of the first `count` entries that the queries of a part may attend to, bool [B or 1, n, `count`].
-        They are those of windows that have ended in the query's document.
+        """Return the mask of the first `count` entries that the queries `part` may attend to.
+        They are those of windows that have ended in the query's document; bool [B or 1, n, `count`] for n queries.
         """
         begin, whole = windows.begin[:, None, :count], windows.whole[:, None, :count]
         own = torch.arange(part.start, part.stop, device=self.starts.device)[:, None]
@@ -112,7 +114,7 @@ class SequenceTokens:
 
 @dataclass(frozen=True)
 class CompressionWindows:
-    """Windows of tokens that have one entry each.
+    """Windows of tokens that are compressed to one key/value entry each.
 
     Attributes:
         size: m.
@@ -125,7 +127,7 @@ class CompressionWindows:
     whole: Tensor
 
     def gather_tokens(self, x: Tensor, before: int = 0) -> Tensor:
-        """Return x [B, S, c] of the tokens of all windows, or of the tokens `before` them: [B, W, m, c]."""
+        """Return x [B, S, c] at the tokens of all windows, or `before` tokens before each: [B, W, m, c]."""
         offsets = torch.arange(self.size, device=x.device) - before
         at = (self.begin.unsqueeze(-1) + offsets).clamp(0, x.shape[1] - 1).flatten(1)
         rows = x.gather(1, at.unsqueeze(-1).expand(len(x), -1, x.shape[-1]))
@@ -133,8 +135,8 @@ class CompressionWindows:
 
 
 class TokenCompressor(nn.Module):
-    """Projection of tokens, and its gated mean over windows of tokens, as entries of a size.
-    With `overlap`, an entry is over two windows.
+    """Compressor of each window of tokens to one entry, a gated mean of projections of its tokens.
+    `size` is the width of an entry; with `overlap`, an entry is over two windows.
     """
 
     def __init__(self, build: LayerBuilder, name: str, size: int, rate: int, *, overlap: bool) -> None:
@@ -207,22 +209,26 @@ class EntryIndexer(nn.Module):
         return self.config.num_heads // self.tp.size
 
     def is_selective(self, length: int) -> bool:
-        """Return whether queries attend to fewer entries than those of sequences of `length` tokens."""
+        """Return whether a sequence of `length` tokens has more entries than a query selects (`top_k`).
+        Always False in a dense indexer.
+        """
         return not self.config.dense and length // self.compressor.rate > self.config.top_k
 
     def project_tokens(self, x: Tensor) -> Tensor:
-        """Return the projections and the head weights of tokens x [B, s or s/T, D]: [B, s or s/T, c + heads], in at least fp32."""
+        """Return the compressor's projections and the head weights of tokens x, side by side, in at least fp32.
+        [B, s or s/T, D] -> [B, s or s/T, c + heads].
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = F.linear(x.to(wide), self.head_weights.to(wide)) * self.config.num_heads**-0.5
         return torch.cat([self.compressor.project_tokens(x).to(wide), weights], -1)
 
     def project_queries(self, latent: Tensor, rotation: RotaryAngles) -> Tensor:
-        """Return the index queries [B, s, h, d] of the queries' latent [B, s, q]."""
+        """Return the rotated index queries [B, s, h, d] from the latent of the queries [B, s, q]."""
         q = torch.unflatten(self.linear(latent, self.query), -1, (self.own_heads, -1))
         return rotate_last_elements(self.kernels, q, rotation)
 
     def own_head_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights of this rank's index heads [B, s, h] of those of all [B, s, heads]."""
+        """Return the columns [B, s, h] of head weights [B, s, heads] for this tensor rank's index heads."""
         return weights[..., self.tp.rank * self.own_heads : (self.tp.rank + 1) * self.own_heads]
 
     @torch.no_grad()
@@ -415,7 +421,7 @@ class CompressedCacheAttention(PackedCacheAttention):
 
 
 def rotate_last_elements(kernels: Kernels, x: Tensor, angles: RotaryAngles, *, back: bool = False) -> Tensor:
-    """Rotate the last r elements of heads x [B, S, H, d], as many as the angles have.
+    """Apply rotary angles to the last elements of each head of x [B, S, H, d], as many as the angles cover.
     Rotated pairs of neighbors become halves; `back` takes halves, and returns pairs of neighbors.
     """
     rotated = 2 * angles.cos.shape[-1]

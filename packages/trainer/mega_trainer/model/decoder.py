@@ -5,7 +5,6 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +21,9 @@ from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffloadPool, RecomputePolicy
 from mega_trainer.model.attention import build_relative_position_bias_table
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
+from mega_trainer.model.input_embeddings import PositionTypeEmbeddings, apply_embedding_scale
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.model.output_heads import MultiTokenPredictor, OutputHead, OutputProjection
 from mega_trainer.model.relative_position_bias import BucketedPositionBias, LinearPositionBias, PositionBias
 from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
@@ -31,40 +31,6 @@ from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
-
-
-class MultiTokenPredictor(nn.Module):
-    """Multi-token prediction (MTP) layer, which predicts one more token ahead.
-    Its number `layer` follows the numbers of the model's layers.
-
-    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
-    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
-
-        h = norm(block(W [enorm(embedding), hnorm(h)]))
-
-    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
-    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
-    part of the sequence.
-    """
-
-    def __init__(self, build: LayerBuilder, layer: int) -> None:
-        super().__init__()
-        name, width = f"model.layers.{layer}", build.config.hidden_size
-        self.layer, self.linear = layer, build.unsharded_linear
-        self.embedding_norm = build.build_residual_norm(f"{name}.enorm")
-        self.hidden_norm = build.build_residual_norm(f"{name}.hnorm")
-        self.join = build.build_replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
-        self.block = build_transformer_layer(build, layer)
-        self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
-
-    def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
-        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
-        or S/T, D] (S/T under sequence parallelism over T ranks).
-        """
-        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
-        return y
 
 
 @dataclass(frozen=True)
@@ -82,26 +48,22 @@ class PipelineStageLayers:
     has_embedding_and_head: bool = False
 
     def has_embedding_used_by_other_stage(self, config: ModelConfig) -> bool:
-        """Return whether the output head's stage gets the embedding of this stage.
-        The two stages are on the same rank.
-        """
+        """Return whether this stage lends its embedding to the output head's stage, which is on the same rank."""
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod
     def for_whole_model(cls, config: ModelConfig) -> PipelineStageLayers:
-        """Return the `PipelineStageLayers` of a single stage with the whole model."""
+        """Return the layers of a single stage that has the whole model."""
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the output head needs the embedding matrix and this pipeline stage does not have both.
-        The head needs it with tied weights or MTP layers.
+        """Return whether the output head uses the embedding matrix and not both are on this pipeline stage.
+        The head uses it with tied weights or MTP layers.
         """
         return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
 
     def has_embedding_copy(self, config: ModelConfig) -> bool:
-        """Return whether the first and the last pipeline stage each keep a copy of the embedding.
-        They do if they are on different ranks.
-        """
+        """Return whether first and last pipeline stage, on different ranks, each keep a copy of the embedding."""
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
     def uses_embedding_of_other_stage(self, config: ModelConfig) -> bool:
@@ -109,53 +71,6 @@ class PipelineStageLayers:
         It then gets it with each micro-batch.
         """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
-
-
-class PositionTypeEmbeddings(nn.Module):
-    """Learned position and segment-type embeddings and their norm: norm(x + position + type).
-    The sum has the terms that the model has; embeddings narrower than the layers are projected. Weights are whole on every
-    tensor rank.
-    """
-
-    def __init__(self, build: LayerBuilder) -> None:
-        super().__init__()
-        config, width = build.config, build.config.embedding_width
-        self.offset, self.tp, self.sp = config.position_offset, build.groups.tp, build.sp
-
-        def build_table(name: str, rows: int) -> nn.Parameter | None:
-            return build.build_replicated(f"model.{name}.weight", (rows, width), std=config.init_std) if rows else None
-
-        rows = config.max_position + self.offset if config.position == "learned" else 0
-        self.positions = build_table("embed_positions", rows)
-        self.types = build_table("embed_types", config.token_types)
-        self.norm = build.build_residual_norm("model.embed_norm", width) if config.embedding_norm else None
-        self.linear, self.weight, self.bias = build.unsharded_linear, None, None
-        if config.embedding_size:
-            shape, std = (config.hidden_size,), config.init_std
-            self.weight = build.build_replicated("model.embed_proj.weight", (*shape, width), std=std)
-            self.bias = build.build_replicated("model.embed_proj.bias", shape)
-
-    def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings, normalise, and project to D.
-        x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
-        [B, S] (None: all are 0).
-        """
-        part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
-        if self.positions is not None:
-            x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
-        if self.types is not None:
-            x = x + F.embedding(torch.zeros_like(positions[:, part]) if types is None else types[:, part], self.types)
-        x = x if self.norm is None else self.norm(x)
-        return x if self.weight is None else self.linear(x, self.weight, self.bias)
-
-
-def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Multiply token embeddings [.., D] by the model configuration's factors.
-    Gemma's sqrt(D) is rounded to their dtype, as in training.
-    """
-    if config.scale_embeddings:
-        x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
-    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 class Decoder(nn.Module):
@@ -220,8 +135,8 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardGatherUnit]:
-        """Return the model's modules (such as layers) in forward order, with their parameters.
-        Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
+        """Return the model's modules in forward order, each with the parameters that it is the first to use.
+        ZeRO waits for gathered weights module by module.
         """
         units = [ForwardGatherUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
@@ -237,7 +152,7 @@ class Decoder(nn.Module):
         return units
 
     def materialize(self, device: torch.device) -> None:
-        """Give parameters and buffers on the meta device uninitialised memory on `device`."""
+        """Give all parameters and buffers uninitialised memory on `device`, after a build on the meta device."""
         self.to_empty(device=device)
 
     @property
@@ -247,14 +162,14 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks.
-        It is the embedding matrix if weights are tied.
+        """Output matrix [V/T, D] of this rank's vocabulary rows; the embedding matrix if weights are tied.
+        T is the number of tensor ranks.
         """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias) from hidden states to logits.
-        `tied_weight` [V/T, D] (T tensor ranks) is the embedding that this stage gets from another stage, if it does.
+        """Return the output projection (weight and bias) to logits, with `tied_weight` if another stage lends it.
+        `tied_weight` is the embedding [V/T, D] (T tensor ranks).
         """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
@@ -320,16 +235,15 @@ class Decoder(nn.Module):
         )
 
     def encode_images(self, images: BatchImages | None) -> BatchImages | None:
-        """Return the images with features computed by the vision encoder.
-        They are unchanged without a vision encoder, or if they have features. A collective call of the ranks that share
-        them.
+        """Return images with features from the vision encoder; unchanged if they have some or there is no encoder.
+        A collective call of the ranks that share the images.
         """
         if self.vision is None or images is None or images.features is not None:
             return images
         return images.with_features(self.vision(images, self.device))
 
     def add_deepstack(self, x: Tensor, context: ForwardContext, layer: int) -> Tensor:
-        """Return the output [B, S or S/T, D] of a decoder layer with the DeepStack features of this layer added.
+        """Return a decoder layer's output [B, S or S/T, D] with its DeepStack features added, if it has any.
         Only the first layers of a model with DeepStack have such features.
         """
         return (
@@ -398,9 +312,8 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss, its parts and each token's loss [B, S] from the final hidden states.
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the parts are the weighted
-        sums of the next-token and further losses [2].
+        """Return the loss to differentiate, next-token and auxiliary loss sums [2], and each token's loss [B, S].
+        The final hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -440,7 +353,8 @@ class Decoder(nn.Module):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Run this pipeline stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+        """Run this stage on a micro-batch; return hidden states or, in the last stage, `compute_objective`'s result.
+        It is one forward, so that ZeRO-3 gathers weights around it.
 
         Args:
             x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.
@@ -458,7 +372,5 @@ class Decoder(nn.Module):
         return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the final hidden states. Not for training.
-        They are over the whole vocabulary on every tensor rank.
-        """
+        """Return logits [B, S, V] of final hidden states over the whole vocabulary on every rank; not for training."""
         return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

@@ -65,8 +65,8 @@ class EncoderDecoderModel(Decoder):
         )
 
     def list_parameter_units(self) -> list[ForwardGatherUnit]:
-        """Return the model's modules in forward order, with their parameters.
-        Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
+        """Return the model's modules in forward order, each with the parameters that it is the first to use.
+        ZeRO waits for gathered weights module by module.
         """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
@@ -95,9 +95,7 @@ class EncoderDecoderModel(Decoder):
         return rows, self._local_length(batch.source.tokens.shape[1]) + length + self.bias_table_rows, width
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded encoder and decoder tokens of a micro-batch, concatenated along the sequence.
-        The relative position bias tables are appended.
-        """
+        """Return a micro-batch's embedded encoder and decoder tokens and position bias tables, along the sequence."""
         assert batch.source is not None
         assert context.source is not None
         encoder = self.embed_inputs(batch.source.tokens, batch.source.positions, context.source.context.dropout)
@@ -106,8 +104,8 @@ class EncoderDecoderModel(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of the decoder's layers for a micro-batch.
-        It has positions, mask, dropout and routing, and includes the context of the encoder's layers.
+        """Return the forward context of the decoder's layers for a micro-batch, with that of the encoder's inside.
+        It has positions, mask, dropout and routing.
         """
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None
@@ -119,8 +117,8 @@ class EncoderDecoderModel(Decoder):
         return replace(context, source=EncoderContext(own, self._local_length(length), source.attention_mask))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass encoder and decoder hidden states through this stage's layers.
-        With a KV cache, pass them through the decoder's alone, since the cache has the encoder's keys and values.
+        """Pass encoder and decoder hidden states through this stage's layers; with a KV cache, the decoder's alone.
+        The cache has the encoder's keys and values.
         """
         if context.cache is not None:
             own = replace(context, relative=self._position_bias(causal=True))
@@ -174,9 +172,7 @@ class EncoderDecoderModel(Decoder):
     def split_encoder_decoder_contexts(
         self, context: ForwardContext, rows: Tensor
     ) -> tuple[ForwardContext, ForwardContext]:
-        """Return the forward contexts of the encoder's and the decoder's layers.
-        The relative position bias tables are read from rows [B, R, D] of a pipeline message.
-        """
+        """Return the forward contexts of encoder and decoder layers, with bias tables from message rows [B, R, D]."""
         assert context.source is not None
         if self.table_shape is None:
             return context.source.context, context

@@ -52,9 +52,7 @@ ROWS = 4096  # rows of a table that are drawn at once
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens from their logits.
-    The scores of masked tokens are zero.
-
+    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens, zero for masked ones, from logits.
     `groups` are the ranks that share the sequence's tokens, which are gathered.
     """
     unused = tokens.sequences * tokens.length
@@ -70,7 +68,7 @@ def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequenc
 
 
 def sinkhorn_normalize(logits: Tensor) -> Tensor:
-    """Scale the exponentials of router logits [B, S, E] until all experts have equal sums (Sinkhorn).
+    """Scale exp(router logits [B, S, E]) until a sequence's tokens, and its experts, have equal sums (Sinkhorn).
     The exponentials of each sequence are scaled by rows and columns; a row of -inf does not belong to a token.
     """
     top = logits.amax(-1, keepdim=True)
@@ -112,14 +110,14 @@ class ExpertTable(NonTrainableBuffer):
         self.reset_values()
 
     def reset_values(self) -> None:
-        """Fill the table with its initial experts."""
+        """Fill the table with random experts that depend on its name alone."""
         stream = torch.Generator().manual_seed(int.from_bytes(sha256(self.name.encode()).digest()[:7], "big"))
         for rows in torch.split(self.values, ROWS) if self.values.device.type != "meta" else ():
             order = torch.rand(len(rows), self.experts, generator=stream).topk(rows.shape[1], -1).indices
             rows.copy_(order)
 
     def forward(self, tokens: RoutedTokens) -> Tensor:
-        """Return the experts of tokens, int64 [N, K]."""
+        """Return the stored experts of each token by its token id, int64 [N, K]."""
         assert tokens.token_ids is not None, "a forward pass of a model with moe.hash_layers requires token ids"
         experts: Tensor = self.values[tokens.token_ids]
         return experts
@@ -158,8 +156,8 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x [N, D] to K experts each in a mixture-of-experts layer.
-        Return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for the experts.
+        """Return K experts for each token of x [N, D] (-1: none), their weights, and x as the experts' input.
+        Experts are int64 [N, K], weights [N, K].
 
         With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
         auxiliary losses are attached to the weights.
@@ -311,9 +309,7 @@ def attach_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Update the routers' selection biases towards an even expert load (arXiv:2408.15664).
-    Experts below the mean load get a higher bias.
-
+    """Raise the selection bias of experts below the mean load, and lower it above (arXiv:2408.15664).
     `loads` are the choices of each expert in a step, [layers, E].
     """
     for router in routers:
@@ -337,9 +333,7 @@ def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tenso
 
 
 def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
-    """Count, for each of B sequences, how often this rank's tokens chose every expert: int64 [B, E + 1].
-    The last column counts the unmasked tokens.
-    """
+    """Count each expert's choices by this rank's tokens in each sequence, then unmasked tokens: int64 [B, E + 1]."""
     width = num_experts + 1
     cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)
     token = torch.where(tokens.affects_loss_mask, tokens.row * width + num_experts, tokens.sequences * width)
@@ -351,7 +345,7 @@ def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: 
 def drop_choices_over_capacity(
     expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]
 ) -> Tensor:
-    """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence.
+    """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence; early positions win.
 
     An expert takes the first ceil(capacity_factor K T / E) choices of a sequence of T tokens, in the order of positions,
     whichever ranks hold them. `groups` are the ranks that share the sequence's tokens.

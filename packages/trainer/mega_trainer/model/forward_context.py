@@ -43,8 +43,8 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 
 @dataclass(frozen=True)
 class CacheAttentionFunction:
-    """Attention function that a layer passes to the KV cache.
-    It has the layer's score transform and relative position bias; `chunked`: its window is a chunk and does not slide.
+    """Attention function of one layer for the KV cache, with its score transform and relative position bias.
+    `chunked`: the layer's window is a chunk and does not slide.
     """
 
     kernels: Kernels
@@ -67,7 +67,7 @@ class CacheAttentionFunction:
     def paged_attention(
         self, q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, name: PagedAttentionName | None
     ) -> Tensor | None:
-        """Compute the layer's attention of one query per row to a paged KV cache in one call; see `Kernels`.
+        """Return the layer's attention of one query per row to a paged KV cache in one call, or None to go row by row.
 
         Args:
             name: implementation to use for the calls that it supports; None: the fastest.
@@ -89,8 +89,8 @@ class KVCache(Protocol):
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
-        """Append keys and values to the KV cache, and attend from the queries to all cached keys.
-        k, v and q belong to the tokens of this call; a query attends to at most the last `window` keys.
+        """Append keys and values to a layer's cache, and attend to the cached keys, at most `window` for a query.
+        k, v and q belong to the tokens of this call.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
         """
@@ -139,7 +139,9 @@ class SequenceMask:
     _chunked: dict[int, SequenceMask] = field(default_factory=dict)
 
     def cut_into_chunks(self, size: int, rows: int) -> SequenceMask:
-        """Return this mask with each document of the `rows` sequences cut into documents of `size` tokens, as in Llama 4."""
+        """Return this mask with each document of the `rows` sequences cut into documents of `size` tokens (Llama 4).
+        Bidirectional blocks are left out.
+        """
         if size not in self._chunked:
             positions = np.arange(self.length)
             starts = np.zeros((rows, self.length), int) if self.document_starts is None else self.document_starts
@@ -148,8 +150,8 @@ class SequenceMask:
         return self._chunked[size]
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the attention mask over all queries and keys of a layer with a sliding window.
-        Queries attend to at most `window` keys each.
+        """Return the attention mask over all tokens of a layer with a sliding window, without bidirectional blocks.
+        Queries attend to at most `window` keys each; None: no limit.
         """
         return self._square(range(self.length), window)
 
@@ -189,10 +191,8 @@ class SequenceMask:
         return BandMask(left, 0 if self.causal else left)
 
     def count_preceding_tokens(self, group: CommGroup) -> Tensor | None:
-        """Return the number of earlier tokens in its document for each token of this rank, int64 [B, s].
-        The rank is a context-parallel rank of `group`.
-
-        None without document bounds: all earlier tokens.
+        """Return the number of earlier tokens of the same document for each token of this rank; None without documents.
+        They are int64 [B, s] for a context-parallel rank of `group`.
         """
         if self.document_starts is None:
             return None
@@ -205,7 +205,7 @@ class SequenceMask:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Starts of all documents and the end of the last (cu_seqlens), on device and on host, or None without documents.
+        """Starts of all documents and the end of the last (cu_seqlens), on device and host, or None without documents.
         They are int64 [documents + 1] and count the tokens of the batch rows one after another.
         """
         if self.document_starts is None:
@@ -268,12 +268,14 @@ class ForwardContext:
     key_values: dict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
 
     def with_attention_chunks(self, size: int, rows: int) -> ForwardContext:
-        """Return a copy for a layer whose queries attend within chunks of `size` tokens of each document, in `rows` rows."""
+        """Return a copy of the context whose mask limits attention to chunks of `size` tokens of each document.
+        The batch has `rows` rows.
+        """
         assert isinstance(self.attention_mask, SequenceMask)
         return replace(self, attention_mask=self.attention_mask.cut_into_chunks(size, rows))
 
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
-        """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""
+        """Return the rotary angles of a layer with a sliding window of `window` keys, or with full attention (None)."""
         return self.rotation if window is None else self.local_rotation
 
 
@@ -307,8 +309,7 @@ def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardConte
 
 @dataclass(frozen=True)
 class CrossAttentionChunks:
-    """Chunked cross attention, as in Retro.
-    Queries are cut into chunks, and each chunk attends to its own equal part of the keys.
+    """Chunked cross attention, as in Retro: each chunk of queries attends to its own equal part of the keys.
 
     Attributes:
         count: number of chunks of all rows together.
@@ -326,11 +327,8 @@ class CrossAttentionChunks:
     def attend_chunks(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Call the attention function `attend` on all chunks of queries and keys at once.
-        The tensors q [.., S, H, d], k and v [.., T, K, d] are cut into `count` chunks in order. Return a tensor of the
-        shape of q, 0 for queries without keys.
-
-        The rows and tokens of k and v are `count` chunks in order.
+        """Attend from each chunk of queries to its chunk of keys, in one call of `attend`; 0 for queries without keys.
+        The tensors q [.., S, H, d], k and v [.., T, K, d] are cut into `count` chunks in order. The result has q's shape.
         """
         ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
         y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))

@@ -58,7 +58,9 @@ class HybridMixer(nn.Module):
 
 
 class ScaledProjection(nn.Module):
-    """Projection whose output channels are multiplied by constants: `factors` are (channels of this rank, factor) in order."""
+    """Projection whose output channels are multiplied by constants, one for each range of channels.
+    `factors` are (channels of this rank, factor), in the order of the channels.
+    """
 
     def __init__(self, linear: nn.Module, factors: Sequence[tuple[int, float]]) -> None:
         super().__init__()

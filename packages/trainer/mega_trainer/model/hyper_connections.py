@@ -32,7 +32,7 @@ def sinkhorn_knopp(matrix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperConnection(nn.Module):
-    """Learned weights of one block that mix the residual streams into its input, and its output back into the streams."""
+    """Learned weights that mix the residual streams into a block's input, and its output back into the streams."""
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ class HyperConnection(nn.Module):
         self.scale = build.build_replicated(f"{name}.scale", (3,), fill=1.0)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of the block [B, S, D], and the weights post [B, S, n] and C [B, S, n, n], of streams [B, S, n, D]."""
+        """Return the block's input [B, S, D] mixed from streams [B, S, n, D], and the weights of its output.
+        The weights are post [B, S, n] and C [B, S, n, n], as for `expand_streams`.
+        """
         n, eps = self.hyper.streams, self.hyper.eps
         mixed = _project_streams(streams, self.fn, self.norm_eps)
         parts = zip(*(torch.split(upcast_to_fp32(each), [n, n, n * n], -1) for each in (mixed, self.base)), strict=True)
@@ -77,7 +79,7 @@ class CollapsedNorm(nn.Module):
 
 
 def build_final_norm(build: LayerBuilder) -> nn.Module:
-    """Build the norm before the output head, over the sum of all streams if there are several; none after post-norm layers."""
+    """Build the norm before the output head, of the summed residual streams if several; identity after post-norm."""
     if build.config.norm_position == "sum":
         return nn.Identity()
     norm = build.build_residual_norm("model.norm")

@@ -152,7 +152,9 @@ class MultiLatentAttention(nn.Module):
         return y
 
     def expand_latent(self, latent: Tensor, k_rot: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor]:
-        """Return keys [B, S, H, n + r] and values [B, S, H, e] of the latent [B, S, c] and rotated part [B, S, 1, r]."""
+        """Return keys [B, S, H, n + r] and values [B, S, H, e], from the latent [B, S, c] and the keys' rotated part.
+        The rotated part is [B, S, 1, r].
+        """
         widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         key_value = self.linear(latent, self.key_value_heads)
         if self.key_value_adapter is not None:
@@ -169,7 +171,9 @@ class MultiLatentAttention(nn.Module):
         return self.project_outputs_from_latent(y)
 
     def project_queries_to_latent(self, q: Tensor, q_rot: Tensor) -> Tensor:
-        """Return the queries [B, S, H, c + r] whose keys are [c, k_rot], from their parts without and with rotation."""
+        """Return the queries in the latent space [B, S, H, c + r], from their parts without and with rotation.
+        Their keys are [c, k_rot].
+        """
         return torch.cat([torch.einsum("bshn,hnc->bshc", q, self._head_matrices()[0]), q_rot], -1)
 
     def project_outputs_from_latent(self, y: Tensor) -> Tensor:
@@ -204,8 +208,8 @@ class LatentProjection(nn.Module):
             self.factor = math.sqrt(config.hidden_size / width) if mla.scaled_latents else 1.0
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states to the latent, normalised in its first `width` columns: [B, S or S/T, width + extra].
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """Map hidden states to the latent (`width` columns, normalised if there is a norm) and `extra` columns.
+        [B, S or S/T, D] -> [B, S or S/T, width + extra] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
@@ -217,8 +221,8 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return the factor on attention scores of multi-head latent attention (MLA).
-    It is 1 / sqrt(query size), times YaRN's squared mscale if `rope.mscale_all_dim` is set.
+    """Return the factor on MLA's attention scores: 1 / sqrt(query size) unless set, times YaRN's mscale squared.
+    It is set by `attention_scale`; YaRN's factor applies if `rope.mscale_all_dim` is set.
     """
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
     if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:

@@ -68,7 +68,7 @@ class LayerBuilder(ParameterBuilder):
 
     @property
     def unsharded_linear(self) -> ParallelLinearFunction:
-        """Linear function for weights that are not sharded: Y = X W^T + b, with the wgrad GEMM deferred if configured."""
+        """Linear function Y = X W^T + b for weights that are not sharded; its wgrad GEMM is deferred if configured."""
         return ParallelLinearFunction(self.linear_kernels, self.deferred)
 
     @property
@@ -143,7 +143,7 @@ class LayerBuilder(ParameterBuilder):
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Build the fused input projections, each [F, D], of this rank's experts, split by rows, and their biases.
 
-        The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q].
+        The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q], for n names, P ranks along ep and Q along expert_tp.
         """
         own, width, into = self._expert_widths()
         out: list[nn.Parameter] = []
@@ -179,7 +179,7 @@ class LayerBuilder(ParameterBuilder):
         )
 
     def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm | ExtensionNorm:
-        """Build the model's norm, RMSNorm, LayerNorm or an extension's, for the residual stream, or of another `width`."""
+        """Build the model's norm (RMSNorm, LayerNorm or an extension's), of the residual stream or of `width`."""
         config, shape = self.config, (width or self.config.hidden_size,)
         if (normalize := self.functions.get("norm")) is not None:
             scale = self.build_replicated(f"{name}.weight", shape, fill=1.0) if config.norm_weight else None
@@ -228,8 +228,8 @@ class LayerBuilder(ParameterBuilder):
         )[0]
 
     def build_output_matrix(self) -> nn.Parameter:
-        """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks.
-        For a reward or task head it is [labels, D], whole on every rank.
+        """Build the output matrix: [V/T, D] split by vocabulary rows, or for a reward or task head whole [labels, D].
+        T is the number of tensor ranks.
         """
         if not self.config.num_score_outputs:
             return self.build_vocab_parameter(HEAD)
@@ -244,7 +244,7 @@ class LayerBuilder(ParameterBuilder):
         return self.build_vocab_bias("lm_head.bias") if self.config.has_output_bias else None
 
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
-        """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
+        """Build the token embedding that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
         return VocabParallelEmbedding(weight, self.groups.tp, sp=self.sp)
 
 

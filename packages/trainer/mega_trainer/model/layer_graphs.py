@@ -49,8 +49,8 @@ class LayerGraphs:
     _calls: dict[GraphedLayer, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def prepare_replay(self, x: Tensor, context: ForwardContext) -> bool:
-        """Return whether the graphs compute a layer for this input, and copy the values of the context to their addresses.
-        The first call captures them.
+        """Return whether the CUDA graphs can run for this input; if so, copy the context's values to their addresses.
+        The first call captures the graphs.
         """
         if not (torch.is_grad_enabled() and has_static_shapes(context)):
             return False
@@ -86,7 +86,7 @@ class LayerGraphs:
 
 
 class GraphedLayer(nn.Module):
-    """Layer whose forward and backward are CUDA graphs where that is possible."""
+    """Layer whose forward and backward run as CUDA graphs in training on inputs of the captured shape."""
 
     def __init__(self, layer: nn.Module, graphs: LayerGraphs) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class GraphedLayer(nn.Module):
         return [parameter for parameter in self.parameters() if hasattr(parameter, "main_grad")]
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S, D] after this layer."""
+        """Return the residual stream [B, S, D] after this layer, by its CUDA graph in training if it can run."""
         if self.training and self.graphs.prepare_replay(x, context):
             return self.graphs.replay_layer(self, x)
         y: Tensor = self.layer(x, context)
@@ -107,7 +107,7 @@ class GraphedLayer(nn.Module):
 
 
 def graph_layers(layers: nn.ModuleList, indices: Sequence[int]) -> None:
-    """Replace the layers with these indices by layers that are CUDA graphs."""
+    """Replace the layers with these indices by layers that run as CUDA graphs, captured together."""
     graphs = LayerGraphs()
     for index in indices:
         layers[index] = GraphedLayer(layers[index], graphs)

@@ -29,7 +29,7 @@ from mega_trainer.parallel.zero_buffers import ForwardGatherUnit
 
 
 class LayerInputDecoder(Decoder):
-    """Decoder whose layers have inputs of their own or share keys and values, or the layers of it in one pipeline stage."""
+    """Decoder, or a pipeline stage of one, whose layers have inputs of their own or share keys and values."""
 
     def __init__(
         self,
@@ -58,7 +58,9 @@ class LayerInputDecoder(Decoder):
         return rows, length, width + self.config.num_layers * self.input_size
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens and the inputs of all layers, [B, S or S/T, D + L P]; see `Decoder.embed_inputs`."""
+        """Return the embedded tokens, followed by the inputs of all layers: [B, S or S/T, D + L P].
+        See `Decoder.embed_inputs`.
+        """
         x = super().embed_inputs(tokens, positions, *more, **named)
         if self.layer_embedding is None:
             return x

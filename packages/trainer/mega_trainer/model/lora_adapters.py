@@ -43,7 +43,7 @@ def build_row_adapter(build: ParameterBuilder, name: str, width: int) -> LoraAda
 
 
 def build_replicated_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | PerRowAdapters | None:
-    """Build the LoRA adapter of a projection that every tensor rank holds whole, or return None if it is not adapted."""
+    """Build the LoRA adapter of a projection that is whole on every tensor rank; return None if it is not adapted."""
     return _make_each_adapter(build, partial(_whole_adapter, name=name))
 
 

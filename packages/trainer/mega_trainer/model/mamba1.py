@@ -88,11 +88,11 @@ class StatePassingMixer(RecurrentMixer):
 
 
 class ScanSelection(nn.Module):
-    """Step sizes, B and C of Mamba-1's scan, selected by the convolved input.
+    """Projections of the convolved input to the step sizes, B and C of Mamba-1's scan.
 
-    A projection of all channels, summed over the tensor ranks, gives t, B and C; each may be normalised. A second projection
-    maps t to this rank's step sizes. The gradients of t, B and C are summed before the norms, whose weights so have partial
-    gradients.
+    A projection of all channels, summed over the tensor ranks, gives t, B and C; each may be normalised. A second
+    projection maps t to this rank's step sizes. The gradients of t, B and C are summed before the norms, whose weights
+    so have partial gradients.
     """
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
@@ -129,7 +129,9 @@ class ScanSelection(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map this rank's convolved channels x [B, S, I] to step sizes [B, S, I] in at least fp32, and B and C, [B, S, N]."""
+        """Map this rank's convolved channels x [B, S, I] to the step sizes, B and C of the scan.
+        Step sizes are [B, S, I] in at least fp32, B and C [B, S, N].
+        """
         summed = sum_partial_results(self.linear(x, self.weight), self.tp, sp=False)
         parts = torch.split(sum_input_gradient(summed, self.tp), self.widths, -1)
         t, b, c = (norm(part) for norm, part in zip(self.norms, parts, strict=True)) if self.norms else parts

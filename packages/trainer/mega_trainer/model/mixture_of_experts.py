@@ -30,11 +30,10 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture-of-experts layer: weighted sum of the outputs of each token's experts.
-    The shared expert of all tokens is added, if the model has one.
+    """Mixture-of-experts layer: weighted sum of each token's experts' outputs, plus a shared expert's, if any.
 
-    With `zero_experts`, a token's weights of experts without weights multiply the token itself. With `shortcut`, the output of
-    the routed experts follows that of the shared expert, and is not added to it.
+    With `zero_experts`, a token's weights of experts without weights multiply the token itself. With `shortcut`, the
+    output of the routed experts follows that of the shared expert, and is not added to it.
 
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
@@ -117,8 +116,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def split_zero_experts(x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:
-    """Return the choices int64 [N, K] of experts with weights, -1 for others, and the weighted output of the others [N, D].
-    The others return their input x [N, D]. Without zero experts the output is None.
+    """Return the choices with -1 for zero experts, and the weighted output of the zero experts [N, D].
+    Zero experts have no weights, and return their input x [N, D]. Choices are int64 [N, K]. Without zero experts the
+    output is None.
     """
     if not moe.zero_experts:
         return chosen, None
@@ -150,7 +150,7 @@ class GroupedExperts(nn.Module):
         self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
-        """Map token rows sorted by expert [M, D] and their routing weights [M] to the weighted expert outputs [M, D]."""
+        """Map token rows sorted by expert [M, D] and routing weights [M] to the weighted expert outputs [M, D]."""
         after: Tensor | None = weights
         if self.weighted_inputs:
             x, after = x * weights.to(x.dtype).unsqueeze(-1), None

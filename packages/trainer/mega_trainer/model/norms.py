@@ -104,7 +104,7 @@ class PlainNorm(nn.Module):
 
 
 class ExtensionNorm(nn.Module):
-    """Norm of the residual stream by an extension's function `normalize(x, weight, eps)`, with the weight [D] or None."""
+    """Norm of the residual stream by an extension's `normalize(x, weight, eps)`, with a weight [D] or None."""
 
     def __init__(self, normalize: Callable[..., Tensor], weight: nn.Parameter | None, eps: float) -> None:
         super().__init__()

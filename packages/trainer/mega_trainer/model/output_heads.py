@@ -1,4 +1,4 @@
-"""Output heads after a model's layers: final norm, logits and losses, masked language modelling, pooler.
+"""Output heads after a model's layers: final norm, logits and losses, multi-token and masked prediction, pooler.
 
 Modules before the output matrix work on this rank's part of the sequence: under sequence parallelism their gradients are
 summed over the tensor ranks, otherwise each rank has the whole gradient.
@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
 from mega_trainer.distributed.comm import all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.hyper_connections import build_final_norm
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vocab_parallel_loss import (
     LossTargets,
     TeacherTargets,
@@ -59,7 +61,7 @@ class MaskedLanguageHead(nn.Module):
 
 
 class SequencePooler(nn.Module):
-    """BERT's pooler act(W x + b) of the first token, with an optional classifier of whether two segments are swapped."""
+    """BERT's pooler act(W x + b) of the first token, with an optional classifier of swapped segments."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -74,9 +76,8 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states to the pooled first token [B, D].
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks). The result is only
-        meaningful on a rank that has the first token.
+        """Map hidden states to the pooled first token [B, D], meaningful only on a rank that has this token.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         return self.activate(self.linear(x[:, :1], self.weight, self.bias))[:, 0]
 
@@ -94,7 +95,7 @@ class SequencePooler(nn.Module):
         return self.linear(self(x), self.classes, self.offset)
 
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
-        """Return the weighted sum of the cross entropies of the segment-order classifier.
+        """Return the weighted sum of the segment-order cross entropies, zero on ranks without the first token.
         It is computed from hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         A rank without the first token computes it from another token, times zero: all ranks run the same operations.
@@ -106,9 +107,7 @@ class SequencePooler(nn.Module):
 def build_dense_parameters(
     build: LayerBuilder, name: str, rows: int, *, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Build the weight [rows, D] and bias [rows] of a linear layer that every tensor rank holds whole.
-    The layer has a bias only with `bias`.
-    """
+    """Build the weight [rows, D] and, with `bias`, bias [rows] of a linear layer, whole on every tensor rank."""
     config = build.config
     weight = build.build_replicated(f"{name}.weight", (rows, config.hidden_size), std=config.init_std)
     return weight, build.build_replicated(f"{name}.bias", (rows,)) if bias else None
@@ -147,9 +146,7 @@ class OutputHead(nn.Module):
         return gather_from_sequence_parallel_region(x, self.tp, sp=self.sp)
 
     def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
-        """Return logits [B, S, V] of normalised hidden states. Not for training.
-        They are over the whole vocabulary on every tensor rank.
-        """
+        """Return logits [B, S, V] of normed hidden states over the whole vocabulary on every rank; not for training."""
         local = F.linear(self.prepare_hidden_for_logits(hidden), *output)
         logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
@@ -172,3 +169,37 @@ class OutputHead(nn.Module):
             self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, other,
         )  # fmt: skip
         return total, losses.view(shape)
+
+
+class MultiTokenPredictor(nn.Module):
+    """Multi-token prediction (MTP) layer, which predicts one more token ahead.
+    Its number `layer` follows the numbers of the model's layers.
+
+    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
+    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
+
+        h = norm(block(W [enorm(embedding), hnorm(h)]))
+
+    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
+    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
+    part of the sequence.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        name, width = f"model.layers.{layer}", build.config.hidden_size
+        self.layer, self.linear = layer, build.unsharded_linear
+        self.embedding_norm = build.build_residual_norm(f"{name}.enorm")
+        self.hidden_norm = build.build_residual_norm(f"{name}.hnorm")
+        self.join = build.build_replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
+        self.block = build_transformer_layer(build, layer)
+        self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
+        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
+        or S/T, D] (S/T under sequence parallelism over T ranks).
+        """
+        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
+        return y

@@ -141,10 +141,10 @@ class ParameterBuilder:
         std: float | None = None,
         partial_grad: bool = False,
     ) -> nn.Parameter:
-        """Build a parameter of `shape` that every tensor rank holds whole.
+        """Build a parameter that every tensor rank holds whole, with its gradient summed over them if it is partial.
 
-        Its gradient is summed over them if each rank has only a part of it: from its part of the sequence (sequence
-        parallelism) or, with `partial_grad`, from its heads or tokens.
+        It is partial if it comes from a rank's part of the sequence (sequence parallelism) or, with `partial_grad`, from
+        its heads or tokens.
         """
         tp = self.groups.tp
         sync: tuple[CommGroup, ...] = (tp,) if self.sp or partial_grad else ()
@@ -184,9 +184,8 @@ class ParameterBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks.
-        `pieces` locate it in canonical tensors, and the other arguments set initial values and further groups to sum
-        over.
+        """Build a parameter located by `pieces`, whose gradient is summed over all data and context ranks.
+        The other arguments set initial values and further groups to sum over.
         """
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

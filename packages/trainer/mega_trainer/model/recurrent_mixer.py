@@ -30,7 +30,7 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
 def invert_softplus_of_steps(logarithms: Tensor, least: float) -> Tensor:
-    """Return the inverse softplus of step sizes, given as logarithms, of at least `least`: the initial bias of steps."""
+    """Return the inverse softplus of step sizes exp(`logarithms`), at least `least`: initial biases of step sizes."""
     steps = logarithms.exp().clamp(min=least)
     return steps + torch.log(-torch.expm1(-steps))
 
@@ -70,9 +70,7 @@ class ShortConvolution(nn.Module):
         self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this context rank's tokens [B, s, c] causally with k taps.
-        The tokens before its range of the sequence come from other ranks.
-        """
+        """Convolve this context rank's tokens [B, s, c] causally; tokens before its chunks come from other ranks."""
         assert isinstance(context.attention_mask, SequenceMask)
         preceding = context.attention_mask.count_preceding_tokens(self.cp)
         if self.cp.size == 1:
@@ -95,10 +93,8 @@ class ShortConvolution(nn.Module):
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens x [B, S, c] in generation, after the k - 1 tokens before them.
-        `tail` are these tokens (zeros at first); each batch row is one document.
-
-        Returns the result and the new tail.
+        """Convolve the next tokens x [B, S, c] in generation after `tail`, and return the result and the new tail.
+        `tail` are the k - 1 tokens before x (zeros at first); each batch row is one document.
         """
         return self._convolve(x, tail, None), torch.cat([tail, x], 1)[:, x.shape[1] :]
 
@@ -135,8 +131,8 @@ class RecurrenceRule(Protocol):
     def __call__(
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
-        """Return outputs y [B, S, H, P] from each convolved block's heads [B, S, count, size] and from per-token
-        numbers for each head [B, S, H e], e each.
+        """Return outputs y [B, S, H, P] from the convolved blocks of some heads, and from their per-token numbers.
+        Each of `parts` is [B, S, count, size], each of `steps` [B, S, H e], with e numbers for each head.
         """
 
 

@@ -72,7 +72,7 @@ class LinearPositionBias:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slope of each attention head for ALiBi: 2^(-8 i / n) for i = 1 .. n, n a power of two.
+    """Return ALiBi's slope of each attention head: 2^(-8 i / n) for i = 1 .. n, the largest power of two <= heads.
     Further heads have slopes halfway between the first ones.
     """
     base = 2 ** int(math.log2(heads))

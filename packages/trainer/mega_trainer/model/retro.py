@@ -181,8 +181,8 @@ class RetroDecoder(Decoder):
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
     def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
-        """Reshape the retrieved neighbors of a pipeline message for the layers: [B L K, 2 m or 2 m/T, D].
-        The message has them as [B, L chunks * K neighbors * 2 m tokens (/T), D].
+        """Reshape the retrieved neighbors of a pipeline message to one row for each neighbor.
+        The message has them as [B, L chunks * K neighbors * 2 m tokens (/T), D]; the result is [B L K, 2 m or 2 m/T, D].
         """
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length

@@ -44,8 +44,7 @@ class RotaryEmbedding:
         self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
     ) -> RotaryAngles:
         """Return cosine and sine of the rotary angles at integer `positions` [B or 1, S].
-        The angles are computed in fp32, and cosine and sine cast to `dtype`; `lengths` are whole sequence lengths for
-        length-dependent scaling.
+        The angles are computed in fp32, and cosine and sine cast to `dtype`.
 
         With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
         of the pairs, one section after the other or alternating.
@@ -105,9 +104,8 @@ def query_scale_by_position(config: ModelConfig, positions: Tensor, dtype: torch
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Return the rotary frequencies in fp32, and the factor on cos and sin.
-    The frequencies are angles per position, one for each pair of elements; the factor is 1 except for YaRN and
-    LongRoPE.
+    """Return the rotary angle per position of each pair of elements, fp32, and the factor on cos and sin.
+    The factor is 1 except for YaRN and LongRoPE.
 
     Args:
         rope: kind and parameters of the embedding.
@@ -180,7 +178,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def yarn_mscale_factor(rope: RopeConfig, weight: float) -> float:
-    """Return YaRN's factor on queries and keys, which grows with the context extension."""
+    """Return YaRN's factor 0.1 weight ln(rope.factor) + 1 on queries and keys, or 1 without context extension."""
     return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 

@@ -42,7 +42,9 @@ class ScaledInputRouter(ExpertRouter):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x [N, D] to K experts each in a mixture-of-experts layer, after a norm and a scale."""
+        """Return K experts for each token, scored on normed and scaled x, their weights, and normed x for the experts.
+        See `ExpertRouter.forward`.
+        """
         scored = self.norm(x) * self.scale * x.shape[-1] ** -0.5
         chosen, weights, _ = super().forward(scored, tokens, routing, routes)
         return chosen, weights * self.factors[chosen.clamp(min=0)], self.experts_norm(x)

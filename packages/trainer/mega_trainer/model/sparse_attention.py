@@ -64,7 +64,9 @@ def score_index_keys(q: Tensor, weights: Tensor, k: Tensor, size: int, tp: CommG
 
 
 def select_best_keys(scores: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Return the `count` keys of the largest scores [B, s, S] among those `seen` [B or 1, s, S], as bool [B, s, S]."""
+    """Return the mask of the `count` keys with the largest scores of each query, among those `seen`.
+    Scores and mask are [B, s, S], `seen` is bool [B or 1, s, S].
+    """
     best = scores.detach().masked_fill(~seen, float("-inf")).topk(min(count, scores.shape[-1]), -1)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, True) & seen
 
@@ -122,8 +124,8 @@ class LightningIndexer(nn.Module):
         return score_index_keys(q, weights, k, self.config.head_dim, self.tp)
 
     def select(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Return the mask of the tokens that each query attends to, bool [B, s, S].
-        They are the `top_k` of the largest scores among those `seen` [B or 1, s, S], or with `dense` all of them.
+        """Return the mask, bool [B, s, S], of each query's `top_k` best tokens among those `seen`, or all if `dense`.
+        `seen` is [B or 1, s, S].
         """
         if self.config.dense:
             return seen.expand_as(scores)
@@ -284,7 +286,7 @@ class SelectedCacheAttention(PackedCacheAttention):
 
 @torch.no_grad()
 def sum_attention_probabilities(q: Tensor, k: Tensor, chosen: Tensor, scale: float, tp: CommGroup) -> Tensor:
-    """Return the attention probabilities [B, s, S] summed over the heads of all tensor ranks, normalised to a sum of one.
+    """Return attention probabilities [B, s, S], summed over all tensor ranks' heads and normalised to a sum of one.
     q is [B, s, H, d], k [B, S, H, d]; `chosen`, bool [B, s, S], are the tokens attended to.
     """
     total = torch.zeros_like(chosen, dtype=torch.promote_types(q.dtype, torch.float32))

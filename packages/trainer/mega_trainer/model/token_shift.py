@@ -21,7 +21,7 @@ from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_
 
 
 class TokenShift(nn.Module):
-    """Vector of the previous token of each token; zeros for the first token of a document.
+    """Shift of a sequence by one token: each token gets the vector of the one before, zeros at a document's start.
 
     A block that has one declares `recurrent`; it may declare `context_parallel`.
 
@@ -35,7 +35,7 @@ class TokenShift(nn.Module):
         self.cp, self.tp, self.layer, self.name = build.groups.cp, build.groups.tp, layer, f"shift.{name}"
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Shift x [B, S/N or S/N/T, c] by one token.
+        """Return the vector of the token before each token of x [B, S/N or S/N/T, c], zeros at a document's start.
 
         x is the residual stream, of which tensor ranks have parts under sequence parallelism, or has all tokens of this context
         rank, as the output of a column-parallel layer has.

@@ -111,9 +111,7 @@ class ResidualBranch(nn.Module):
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, x or x + y, and the input of the residual branch.
-        The input is the stream, normalised if the branch has a pre-norm.
-        """
+        """Return the residual stream x + y (x without y), and the branch's input: the stream, normed if pre-norm."""
         if self.before is None:
             x = x if y is None else x + y
             return x, x
@@ -164,13 +162,23 @@ class TransformerLayer(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
+        if self.parallel:
+            return self._forward_parallel(x, context)
+        y = None
+        for branch in (self.mixer, self.cross, self.feed):
+            if branch is not None:
+                x, normed = branch.add_and_norm(x, y)
+                y = branch(normed, context)
+        return x if y is None else x + y
+
+    def _forward_parallel(self, x: Tensor, context: ForwardContext) -> Tensor:
         added: list[Tensor] = []
         for branch in filter(None, (self.mixer, self.cross, self.feed)):
             if not (added and self.shared_norm):
-                x, normed = branch.add_and_norm(x, *(() if self.parallel else added[-1:]))
+                x, normed = branch.add_and_norm(x)
             added.append(branch(normed, context))
-        return sum(added if self.parallel else added[-1:], start=x)
+        return sum(added, start=x)
 
 
 class GemmaLayer(TransformerLayer):
@@ -188,7 +196,7 @@ class GemmaLayer(TransformerLayer):
             self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
         x = super().forward(x, context)
         x = x if self.gate is None else x + self.gate(x, context)
         return x if self.scalar is None else x * self.scalar.values.to(x.dtype)
@@ -235,7 +243,9 @@ class HyperConnectedLayer(TransformerLayer):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the streams [B, S or S/T, n D] after this layer, of streams, or in the first layer of embeddings [.., D]."""
+        """Return the n residual streams after this layer, [B, S or S/T, n D].
+        The input has the streams, or in the first layer the embeddings [B, S or S/T, D].
+        """
         streams = torch.unflatten(x, -1, (-1, self.width)).expand(*x.shape[:-1], self.streams, -1)
         branches = [branch for branch in (self.mixer, self.feed) if branch is not None]
         for branch, connection in zip(branches, self.connections, strict=True):
@@ -282,7 +292,7 @@ class PostNormLayer(TransformerLayer):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
         branches = [branch for branch in (self.mixer, self.cross, self.feed) if branch is not None]
         for branch, norm in zip(branches, self.norms, strict=True):
             assert isinstance(norm, Norm)
@@ -291,7 +301,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class NormedResidualLayer(TransformerLayer):
-    """Layer whose residual is the normalised stream: x = a norm(x) + b mixer(norm x), then the same for the feed-forward.
+    """Layer whose residual is the normalised stream: x = a norm(x) + b f(norm x), for mixer and feed-forward.
 
     The factors a and b are `residual_factors`, by the kind of mixer or feed-forward block, as in MiniMax-Text-01
     (arXiv:2501.08313).
@@ -303,7 +313,7 @@ class NormedResidualLayer(TransformerLayer):
         self.factors = [factors.get(kind, (1.0, 1.0)) for kind in build.config.get_layer_kind(layer) if kind]
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        """Return the residual stream [B, S or S/T, D] after this layer; S/T under sequence parallelism over T ranks."""
         branches = [branch for branch in (self.mixer, self.feed) if branch is not None]
         for branch, (alpha, beta) in zip(branches, self.factors, strict=True):
             x = branch.add_and_norm(x)[1]
@@ -312,9 +322,7 @@ class NormedResidualLayer(TransformerLayer):
 
 
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
-    """Build one transformer layer, with the norms at the configured places.
-    `layer` is its number in the model; the configuration gives it its mixer and feed-forward.
-    """
+    """Build the transformer layer number `layer`, of the class and with the blocks that the configuration names."""
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
     several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer

@@ -108,8 +108,8 @@ class TransformersDecoder(Decoder):
             _move_buffers(self.module, build.device)
 
     def materialize(self, device: torch.device) -> None:
-        """Give parameters on the meta device uninitialised memory on `device`.
-        FSDP may have sharded the parameters; buffers keep their values, and tied parameters stay tied.
+        """Give all parameters uninitialised memory on `device`, and move the buffers there with their values.
+        FSDP may have sharded the parameters; tied parameters stay tied.
         """
         _replace_parameters(
             self.module,
@@ -165,8 +165,8 @@ class TransformersDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch: its positions and documents, as the transformers module takes them.
-        At the first call, verify that the module attends as the data requires.
+        """Return the forward context of a micro-batch; the first call verifies that the module attends as it must.
+        It has the positions and documents, as the module of transformers takes them.
         """
         packed = batch.sequence_bounds.document_starts is not None
         if not self._verified[packed]:
@@ -222,11 +222,11 @@ class TransformersDecoder(Decoder):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the module of transformers from a micro-batch's tokens to the training loss.
+        """Run the transformers module from tokens to the training loss, with its experts' auxiliary loss in training.
         The results are as from `Decoder.compute_objective`.
 
-        An auxiliary loss of the module (`aux_loss`, of its experts) joins the gradient with the weight of config.json,
-        times the micro-batch's share of the step's loss weights.
+        An auxiliary loss of the module (`aux_loss`) joins the gradient with the weight of config.json, times the
+        micro-batch's share of the step's loss weights.
         """
         with _seeded_dropout(context.dropout, batch):
             packed = batch.sequence_bounds.document_starts is not None
@@ -239,7 +239,10 @@ class TransformersDecoder(Decoder):
         return loss, torch.stack([total.detach(), total.new_zeros(())]).double(), losses
 
     def compute_logit_gradients(self, tokens: Tensor, positions: Tensor | None, row: int) -> Tensor:
-        """Return the gradient [1, S, D] of the logits at token `row` in the embeddings of all tokens int64 [1, S]."""
+        """Return the gradient of a weighted sum of one token's logits in the embeddings of all tokens, [1, S, D].
+        The tokens are int64 [1, S], the one is number `row`. The gradient is zero at tokens on which its logits do not
+        depend.
+        """
         seen: list[Tensor] = []
 
         def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:

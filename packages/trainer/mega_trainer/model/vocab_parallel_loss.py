@@ -97,7 +97,7 @@ class LossTargets(Protocol):
     """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the losses [n] of some tokens from their logits, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the losses [n], of some tokens from their logits.
         The tokens are in the slice `part`, the logits are [n, R] over this rank's vocabulary rows, and the losses have
         at least fp32. The tensors are for `logits_to_gradient`.
         """
@@ -119,7 +119,7 @@ class LabelTargets:
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the cross entropies [n] of some tokens' labels, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the cross entropies [n] of some tokens' labels.
         The tokens are in the slice `part`, and the logits are [n, R] over this rank's vocabulary rows. The tensors are
         for `logits_to_gradient`.
         """
@@ -161,7 +161,7 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the cross entropies of labels, and each token's cross entropy [N].
+    """Return the weighted sum of the tokens' cross entropies with their labels, and each token's loss [N].
     They are computed from `hidden` and the output matrix `head`, split over `group`, without keeping the logits.
 
     Args:
@@ -207,8 +207,8 @@ def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
 def compute_local_logits(
     hidden: Tensor, head: Tensor, bias: Tensor | None, group: CommGroup, vocab_size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return this rank's logits [n tokens, R local vocabulary rows] of hidden states.
-    They are written into `out` [n or more, R] if given; the logits of padding rows are minus infinity.
+    """Return this rank's logits [n tokens, R vocabulary rows], minus infinity in padding rows, in `out` if given.
+    `out` is [n or more, R].
     """
     logits = torch.mm(hidden, head.t(), out=None if out is None else out[: len(hidden)])
     own = vocab_size - group.rank * head.shape[0]
@@ -248,8 +248,7 @@ def fusible_cross_entropy_grad(
     exponentials: Tensor | None = None,
     top: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, R] with the gradient of the cross entropy as if no label were local.
-    Return the gradient at the labels [n, 1].
+    """Overwrite logits [n, R] with the cross entropy's gradient, except at local labels, where it is returned [n, 1].
 
     The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
     saved by `fusible_row_logsumexp` are overwritten.
@@ -297,8 +296,8 @@ def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -
 
 
 class TokenLossTargets(LabelTargets):
-    """Targets of a loss f(log p, log Z) of each token; implements `LossTargets`.
-    p is the probability of its label, and Z the sum of the exponentials of its logits.
+    """Targets of a loss of each label's log-probability and the log of its softmax normaliser (`LossTargets`).
+    The loss is f(log p, log Z), with Z the sum of the exponentials of the logits.
 
     The gradient in the logits is (df/dlog Z - df/dlog p) softmax + df/dlog p at the label.
     """
@@ -354,7 +353,7 @@ class TeacherTargets:
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the distillation losses [n] of some tokens, after the tensors that their gradient needs.
+        """Return the tensors that the gradient needs, and the distillation losses [n] of some tokens.
         A loss is a divergence from the teacher. The tokens are in the slice `part`, and the logits are [n, R] over this
         rank's vocabulary rows. The tensors are for `logits_to_gradient`.
         """
@@ -387,10 +386,8 @@ def topk_log_probs(
     softcap: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` most likely next tokens over all ranks' vocabulary rows in descending order.
-    They are ids int64 [N, K] and log-probabilities [N, K].
-
-    Log-probabilities are in at least fp32.
+    """Return ids and log-probabilities of the `count` most likely next tokens over all ranks' vocabulary, best first.
+    They are int64 [N, K], and [N, K] in at least fp32.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`.

@@ -39,9 +39,9 @@ class SelfInitializingModel(Protocol):
 
 
 def initialize_weights(model: nn.Module, seed: int, factor: Callable[[str], float] = lambda name: 1.0) -> None:
-    """Initialise every parameter with random values that do not depend on the sharding.
-    They depend only on `seed` and the canonical name of the parameter; padding becomes zero. Random values are multiplied
-    by the `factor` of the name.
+    """Initialise every parameter, at random or with its constant, by values that do not depend on the sharding.
+    Random values depend only on `seed` and the canonical name of the parameter, and are multiplied by the `factor` of
+    the name; padding becomes zero. A `SelfInitializingModel` initialises itself, without factors.
     """
     if isinstance(model, SelfInitializingModel):
         model.initialize_from_seed(seed)

@@ -77,9 +77,7 @@ class CachedTeacher:
 
 
 class DistillationObjective(TrainingObjective):
-    """Distillation objective: mean divergence of next-token distributions from a teacher's.
-    The mean of the model's divergences is over the unmasked tokens.
-    """
+    """Distillation objective: mean over unmasked tokens of the divergence from a teacher's next-token distribution."""
 
     def __init__(self, config: RunConfig, executor: PipelineExecutor, source: TeacherSource) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
@@ -96,10 +94,8 @@ class DistillationObjective(TrainingObjective):
 def collect_teacher_top_k(
     teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the teacher's K most likely next tokens for each sample of a step, equal on every rank.
+    """Return the teacher's K most likely next tokens of each sample of a step, on every rank; all ranks must call.
     They are to be written to the cache.
-
-    A collective call of all ranks.
     """
     groups, count, length = teacher.executor.parallel_groups, config.objective.top_k, config.data.seq_length
     micro = list(split_micro_batches(batch, config, device, groups.cp))

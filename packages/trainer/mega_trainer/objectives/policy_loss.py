@@ -56,7 +56,7 @@ class PolicyLoss:
 
 
 def compute_group_advantages(rewards: Tensor, group_size: int, variant: PolicyVariant) -> Tensor:
-    """Return the advantages [N] of the answers with rewards [N], of which each `group_size` are of one prompt.
+    """Return the advantages [N] of answers with rewards [N], relative to the `group_size` answers of their prompt.
 
     grpo, dapo, gspo: (r - mean) / (std + 1e-6), std with divisor G; dr_grpo: r - mean; rloo: r - mean of the other answers.
     """
@@ -70,8 +70,8 @@ def compute_group_advantages(rewards: Tensor, group_size: int, variant: PolicyVa
 
 
 def compute_answer_loss_factors(lengths: Tensor, normalization: LossNormalization, longest: int) -> Tensor:
-    """Return the factors [N, 1] on the sums of the token losses of sampled answers.
-    `lengths` [N] are the answers' numbers of tokens; answers of no token do not count.
+    """Return the factors [N, 1] on the answers' sums of token losses, by `normalization`; empty answers do not count.
+    `lengths` [N] are the answers' numbers of tokens.
 
     sequence: 1 / (n length), n the number of answers; token: 1 / sum of lengths; constant: 1 / (n `longest`); sum: 1 / n.
     """

@@ -143,20 +143,18 @@ class PolicyObjective(TrainingObjective):
         self._step_metrics: dict[str, float] = {}
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms of the step's loss: 1, as the loss is normalized over the answers.
-        It is followed by infinity for each MTP layer.
-        """
+        """Return 1 term of the step's loss, as it is normalized over the answers, and infinity for each MTP layer."""
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of the number of the step's loss terms, all of which is on the first rank.
-        `count_step_terms` returns the number.
+        """Return this rank's share of the step's loss terms, 1 on the first rank, else 0; infinity for MTP layers.
+        Without a batch, every rank's share is 0.
         """
         counts = batch is not None and self.groups.world.rank == 0
         return [float(counts), *[float("inf")] * self.mtp_layers]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return micro-batches of the sampled answers to this rank's prompts.
+        """Sample answers to the step's prompts, or reuse a rollout's, and return micro-batches of this rank's answers.
         They have a function that computes the weights of their tokens; `batch` has the prompts. A collective call of
         all ranks.
 
@@ -305,8 +303,8 @@ class PolicyObjective(TrainingObjective):
         return get_context_rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
 
     def compute_token_weights(self, log_probs: Tensor, samples: PolicySamples) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the policy loss.
-        The weight is minus the policy loss's gradient. The loss and metrics are added to this objective's sums.
+        """Return minus the gradient of the policy loss in each label's log-probability in a micro-batch [B, s].
+        The loss and metrics are added to this objective's sums.
         """
         settings = self.config.objective
         with torch.enable_grad():
@@ -318,7 +316,7 @@ class PolicyObjective(TrainingObjective):
         return -gradient[:, self._own_positions].to(log_probs.dtype)
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of the step's policy loss and metrics."""
+        """Return this rank's sums of a step with the policy loss in place of the first, and metrics appended."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
@@ -345,7 +343,7 @@ def pad_texts_to_rows(
     texts: Sequence[Sequence[int]], prompts: Sequence[int], length: int, samples: Sequence[int]
 ) -> StepBatch:
     """Return one padded row of `length` positions for each text of at most `length` + 1 tokens.
-    A row has loss behind its prompt of `prompts` tokens; padding is a separate document.
+    Labels after a text's prompt, of `prompts` tokens, have loss weight 1; padding is a separate document.
     """
     tokens, labels, positions = (np.zeros((len(texts), length), np.int64) for _ in range(3))
     weights, documents = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)

@@ -123,8 +123,7 @@ def bound_documents_per_row(batch: StepBatch) -> int:
 
 
 def pair_mismatched_answers(batch: StepBatch) -> StepBatch:
-    """Return the batch with each answer moved to another question, for KTO's KL estimate.
-    An answer moves to the question of the next document in its row, cyclically.
+    """Return the batch with each answer moved to the question of the next document in its row (KTO's KL estimate).
 
     A document without an answer is unchanged. Rows keep their lengths: their questions and answers are only rearranged.
     """
@@ -177,8 +176,8 @@ def split_preference_answers(
 def score_answers(
     executor: PipelineExecutor, micro: Sequence[MicroBatch], answers: Sequence[PreferenceAnswers]
 ) -> list[Tensor]:
-    """Run a model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2].
-    They are zero except on the last pipeline stage.
+    """Run a model; return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2], on the last stage.
+    On other stages they are zero.
     """
     with executor.evaluation_mode():
         executor.run_operations(micro, 1.0)
@@ -188,8 +187,6 @@ def score_answers(
 
 
 def contributes_answer_sums(executor: PipelineExecutor) -> bool:
-    """Return whether this rank contributes its answer sums to a sum over all ranks.
-    It is the only such rank among the ranks with equal answer sums.
-    """
+    """Return whether this rank, alone among those with equal answer sums, adds them to a sum over all ranks."""
     groups = executor.parallel_groups
     return groups.tp.rank == 0 and groups.cp.rank == 0 and executor.last_stage_index in executor.stages

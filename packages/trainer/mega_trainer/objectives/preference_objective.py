@@ -41,8 +41,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass(frozen=True)
 class PreferenceLogProbs:
-    """Log-probabilities of the chosen and the rejected answers of P preference pairs.
-    Each is summed over the answer's unmasked tokens.
+    """Log-probabilities, summed over unmasked tokens, of chosen and rejected answers of P preference pairs.
 
     Attributes:
         policy: [P, 2], under the trained model.
@@ -93,9 +92,9 @@ def simpo_loss(
 def kto_loss(
     pairs: PreferenceLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return KTO losses and rewards r [P, 2] of preference pairs.
+    """Return KTO losses [P] and rewards [P, 2] of preference pairs (arXiv:2402.01306); missing answers have zeros.
     The losses are half of w (1 - sigmoid(r - beta kl)) for the chosen plus w' (1 - sigmoid(beta kl - r)) for the
-    rejected answer, w = `desirable`, w' = `undesirable`.
+    rejected answer, with rewards r, w = `desirable`, w' = `undesirable`.
 
     The mean over pairs equals the mean over answers (arXiv:2402.01306). An answer without tokens is missing: its loss and
     reward are zero.
@@ -187,16 +186,14 @@ class PreferenceObjective(TrainingObjective):
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of preference pairs over all data ranks, of which the step's loss is a mean.
-        It is followed by infinity for each MTP layer.
-        """
+        """Return the number of preference pairs over all data ranks, then infinity for each MTP layer."""
         counts = torch.tensor(self.count_local_terms(batch), dtype=torch.float64)
         all_reduce(counts, self.groups.world)
         return counts.tolist()
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of the step's number of preference pairs.
-        It is followed by infinity for each MTP layer; the sum over all ranks is the total.
+        """Return this rank's share of the step's number of preference pairs, then infinity for each MTP layer.
+        The sum over all ranks is the total.
         """
         mtp_terms = [float("inf")] * self.mtp_layers
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
@@ -207,9 +204,8 @@ class PreferenceObjective(TrainingObjective):
         return [float(count_row_pairs(batch.document_ids).sum()), *mtp_terms]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches with a function that computes token weights from log-probabilities.
-        The function is their `weight_fn`; with its weights, weighted token losses have the gradient of the preference
-        loss.
+        """Run the reference model if needed; return micro-batches whose tokens are weighted by the loss's gradient.
+        Their `weight_fn` computes the weights: the weighted token losses have the gradient of the preference loss.
         """
         self._sums.zero_()
         answers = split_preference_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
@@ -242,8 +238,8 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the preference loss.
-        The weight is minus the preference loss's gradient. The losses and metrics are added to this objective's sums.
+        """Return minus the gradient of the preference loss in each label's log-probability in a micro-batch [B, s].
+        The losses and metrics are added to this objective's sums.
         """
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
@@ -256,7 +252,7 @@ class PreferenceObjective(TrainingObjective):
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of the step's preference losses and metrics over answer pairs."""
+        """Return this rank's sums of a step with the preference loss in place of the first, and metrics appended."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:

@@ -28,9 +28,8 @@ START_SECONDS = 60.0  # time limit of loading the file
 
 
 class RewardProcess:
-    """Process that computes rewards of answers by a Python function of the user.
-    `spec` names the function, such as `rewards.py:exact` or `package.rewards:exact`; the process is started again after
-    a call that exceeds `timeout` seconds.
+    """Process that computes rewards by a function of the user, restarted after a call over the time limit.
+    `spec` names the function, such as `rewards.py:exact` or `package.rewards:exact`; `timeout` is in seconds.
 
     Raises:
         ConfigError: when the file or module cannot be loaded or does not have the function.
@@ -109,8 +108,8 @@ class RewardPool:
         self._processes = [RewardProcess(spec, timeout) for _ in range(workers)]
 
     def compute_rewards(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[float | None]:
-        """Return the reward of each (prompt, answer, record) of a step.
-        Each reward is computed by `RewardProcess.compute_reward`.
+        """Return the reward of each (prompt, answer, record), computed in parallel; None where the function fails.
+        See `RewardProcess.compute_reward`.
         """
         free = SimpleQueue[RewardProcess]()
         for process in self._processes:
@@ -144,7 +143,7 @@ def _call_function(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_module_name(source: str) -> bool:
-    """Return whether the source of a reward function is an installed module, such as `package.rewards`, not a file."""
+    """Return whether the source of a reward function is named like a module (`package.rewards`), not a file."""
     return not source.endswith(".py") and all(part.isidentifier() for part in source.split("."))
 
 
@@ -156,8 +155,8 @@ def _load_function(source: str, name: str) -> Any:
 
 
 def run_reward_worker(source: str, name: str, requests: IO[str], replies: IO[str]) -> None:
-    """Compute rewards: answer each line of `requests` with a line of `replies`.
-    The first line of `replies` is about the loaded function.
+    """Load a reward function, and answer each JSON line of `requests` with its reward in a line of `replies`.
+    The first line of `replies` says whether the function was loaded.
     """
 
     def send(reply: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ def precompute_sample_outputs(
     samples: range,
     samples_per_file: int,
 ) -> None:
-    """Compute the samples of a range that are missing from the cache, and write them to it, one file at a time.
+    """Compute the outputs of a range of samples, from the first that the cache lacks on, and write them to it.
 
     A collective call of all ranks; rank 0 writes.
 

@@ -34,9 +34,8 @@ LabelLoss = Literal["cross_entropy", "mse", "bce"]
 
 
 def compute_label_losses(outputs: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
-    """Return the loss of each of n outputs [n, K] against its label [n].
-    It is the cross entropy of a class, or, for K = 1, the squared error (regression) or the binary cross entropy of a
-    label from 0 to 1 (reranking).
+    """Return the cross entropy, squared error or binary cross entropy (`loss`) of n outputs [n, K] and labels [n].
+    The last two are for K = 1: regression, and labels from 0 to 1 (reranking).
     """
     if loss == "cross_entropy":
         return F.cross_entropy(outputs, labels.long(), reduction="none")
@@ -47,7 +46,9 @@ def compute_label_losses(outputs: Tensor, labels: Tensor, loss: LabelLoss) -> Te
 
 
 def select_labeled_tokens(batch: StepBatch, pooling: str, *, by_token: bool) -> npt.NDArray[np.bool_]:
-    """Return the tokens whose outputs have a label, bool [n, S]: those with a weight, or the first or last of a text."""
+    """Return the mask of tokens whose outputs have a label: all with a weight, or the first or last of each text.
+    It is bool [n, S].
+    """
     counts: npt.NDArray[np.bool_] = batch.loss_weights > 0
     if by_token:
         return counts
@@ -91,13 +92,15 @@ class TaskObjective(TrainingObjective):
         return [float(self.count_terms(batch))]
 
     def add_loss_and_metric_sums(self, losses: Tensor, *metrics: Tensor) -> None:
-        """Add the losses [n] and metrics [n] of terms that only this rank, among those of equal data, adds."""
+        """Add losses [n] and metrics [n] to this rank's sums, on the first tensor-parallel rank only.
+        Each context rank has terms of its own.
+        """
         if self.groups.tp.rank == 0:
             values = [losses, *metrics, torch.ones_like(losses)]
             self._sums += torch.stack([value.detach().double().sum() for value in values])
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of the step's losses and metrics over terms."""
+        """Return this rank's sums of a step with the task's loss in place of the first, and metrics appended."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:-1]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
@@ -111,7 +114,7 @@ class TaskObjective(TrainingObjective):
     def split_rows_by_micro_batch(
         self, arrays: Sequence[npt.NDArray[Any]], micro: Sequence[MicroBatch]
     ) -> list[list[Tensor]]:
-        """Return arrays [n, S] of a step's rows as tensors [B, s] of each micro-batch, with this context rank's tokens."""
+        """Return arrays [n, S] of a step as tensors [B, s] by micro-batch, with this context rank's tokens only."""
         own, start, found = get_context_rank_token_indices(arrays[0].shape[1], self.groups.cp).numpy(), 0, []
         for one in micro:
             rows = slice(start, start := start + len(one.samples))
@@ -122,7 +125,9 @@ class TaskObjective(TrainingObjective):
 
 
 class ClassificationObjective(TaskObjective):
-    """Objective of labels: mean over texts, or over labeled tokens, of `compute_label_losses`."""
+    """Objective of a classification or regression head: mean loss over labeled texts or tokens.
+    The loss is that of `compute_label_losses`.
+    """
 
     def __init__(self, config: RunConfig, executor: PipelineExecutor, device: torch.device) -> None:
         head = config.model.task_head
@@ -168,7 +173,7 @@ class ClassificationObjective(TaskObjective):
             )
 
     def compute_token_weights(self, outputs: Tensor, selected: Tensor, labels: Tensor) -> Tensor:
-        """Return minus the gradient of the losses in the outputs [B, s, K], and add the losses to this objective's sums."""
+        """Return minus the gradient of the losses in the outputs [B, s, K], and add losses to this objective's sums."""
         with torch.enable_grad():
             chosen = outputs[selected].requires_grad_()
             losses = compute_label_losses(chosen, labels[selected], self.loss)
@@ -198,7 +203,9 @@ class TextPooling:
     context: CommGroup
 
     def pool_outputs(self, outputs: Tensor) -> Tensor:
-        """Return the vectors [N, D] of outputs [B, s, D]. A collective call of the context ranks."""
+        """Return the vectors [N, D] of the texts, weighted sums of the outputs [B, s, D] of their tokens.
+        A collective call of the context ranks.
+        """
         out = outputs.new_zeros(self.count, outputs.shape[-1])
         out.index_add_(0, self.texts.flatten(), (outputs * self.weights.to(outputs.dtype)[..., None]).flatten(0, 1))
         all_reduce(out, self.context)
@@ -223,8 +230,8 @@ def compute_pooling_weights(batch: StepBatch, pooling: str) -> tuple[npt.NDArray
 
 
 def info_nce_losses(vectors: Tensor, temperature: float, dimensions: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Return the InfoNCE loss of each of G queries (arXiv:1807.03748), [G], and whether its positive is the nearest, bool [G].
-    Negatives are those of the batch.
+    """Return the InfoNCE loss of each of G queries, and whether its positive is the nearest candidate.
+    They are [G] in the dtype of the vectors, and bool [G] (arXiv:1807.03748).
 
     The candidates of a query are the positives and the negatives of all groups; similarity is the cosine divided by
     `temperature`. With `dimensions`, the losses of the first d elements of the vectors are added for each d (Matryoshka,
@@ -263,7 +270,7 @@ class ContrastiveObjective(TaskObjective):
         return int(texts.sum()) // batch.group_size
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches with a function that weights each output by its gradient.
+        """Embed all texts without gradients; return micro-batches whose outputs are weighted by the loss's gradient.
         A collective call of all ranks.
         """
         self._sums.zero_()

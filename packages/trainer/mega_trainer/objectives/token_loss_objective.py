@@ -12,8 +12,8 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 
 
 class TokenLossObjective(TrainingObjective):
-    """Mean over unmasked tokens of a function f(log p, log Z) of each token.
-    p is the probability of the label, and Z the sum of the exponentials of the logits.
+    """Objective of an extension: mean of a function of each label's log-probability and softmax normaliser.
+    The function is f(log p, log Z), with Z the sum of the exponentials of the logits.
 
     Losses of multi-token prediction and the validation loss stay cross entropies.
     """

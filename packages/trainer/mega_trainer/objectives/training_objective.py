@@ -18,8 +18,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class TrainingObjective:
-    """Objective of ordinary training, and base class of the other objectives.
-    The objective is the mean cross entropy over unmasked tokens.
+    """Objective of ordinary training, the mean cross entropy of unmasked tokens, and base of all objectives.
 
     Another objective is a function of the log-probabilities of a micro-batch's tokens: it sets the micro-batches'
     `weight_fn`, which gives the gradient in the log-probabilities, and sums its metrics.
@@ -35,9 +34,7 @@ class TrainingObjective:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms (tokens) that the step's loss is a mean of, over all data ranks.
-        The numbers of terms of each multi-token prediction (MTP) layer's loss follow.
-        """
+        """Return the number of terms (tokens) of the step's loss over all data ranks, then of each MTP layer's loss."""
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
@@ -51,8 +48,8 @@ class TrainingObjective:
         return micro
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Append the sums of the objective's further metrics to this rank's loss sums of a step.
-        Return the loss sums `sums` with the appended sums; ordinary training has none.
+        """Return this rank's loss sums of a step (`sums`), followed by the sums of the objective's metrics.
+        Ordinary training has no such metrics.
         """
         return sums
 
@@ -69,9 +66,7 @@ class TrainingObjective:
 
 
 def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return the counts of a step's tokens and samples over all data ranks, which its losses are means of.
-    The counts are unmasked tokens, then unmasked tokens for each of `mtp_layers` MTP layers, then, for samples of two
-    segments, the samples.
+    """Return a step's counts over all ranks: unmasked tokens, those of MTP layers, and two-segment samples.
 
     Summed in host memory, for a first step; later steps get their counts with the scalars of the step before.
     """
@@ -81,9 +76,8 @@ def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups)
 
 
 def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return this rank's share of the counts of a step's tokens and samples.
-    The counts are unmasked tokens (also for each MTP layer) and samples; of the ranks that read the same samples only
-    the first returns nonzero counts.
+    """Return a step's token and sample counts of this data rank on its first rank, and zeros on its other ranks.
+    The counts are unmasked tokens, those of each MTP layer, and samples of two segments.
     """
     pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):

@@ -44,8 +44,8 @@ class AdamWUpdateRule:
             }
 
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) by AdamW at learning rate `lr`.
-        Decoupled param groups (embedding and output) use `decoupled_lr`.
+        """Update the main weights of all shards (slots) by AdamW at rate `lr`, or `decoupled_lr` if decoupled.
+        Decoupled param groups are the embedding and the output layer.
         """
         for group in self._adamw.param_groups:
             rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr

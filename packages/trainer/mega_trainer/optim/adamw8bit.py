@@ -49,7 +49,7 @@ class EightBitMoment:
         return to_host(values)
 
     def pack_values(self, values: Tensor) -> None:
-        """Quantise values fp32 [n] in host memory to 8-bit codes and scales; values from `unpack_values` are kept exactly.
+        """Quantise values fp32 [n] in host memory to 8-bit codes and scales, exactly if they are from `unpack_values`.
 
         The library quantises by a table on a CPU, which does not round each value to the nearest one.
         """
@@ -91,8 +91,8 @@ class AdamW8bitUpdateRule:
 
     @torch.no_grad()
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) at learning rate `lr`.
-        Decoupled param groups (embedding and output) have the rate `decoupled_lr`.
+        """Update the main weights and moments of all shards (slots) at rate `lr`, or `decoupled_lr` if decoupled.
+        Decoupled param groups are the embedding and the output layer.
         """
         self.update_count += 1
         for slot, (first, second) in zip(self.slots, self._moments, strict=True):
@@ -121,7 +121,7 @@ class AdamW8bitUpdateRule:
                 yield from (moment.codes, moment.scales)
 
     def other_checkpoint_tensors(self, *, to_save: bool) -> dict[str, ShardedTensor]:
-        """Return nothing, as `state_tensors` has all state."""
+        """Return no tensors, as `state_tensors` has all state."""
         return {}
 
     def pack_loaded_state(self) -> None:

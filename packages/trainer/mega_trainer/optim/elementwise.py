@@ -35,7 +35,9 @@ class ElementwiseUpdate(Protocol):
 
 
 class LionUpdate:
-    """Lion (arXiv:2302.06675): the sign of an interpolation between the momentum and the gradient, and decoupled weight decay."""
+    """Lion update (arXiv:2302.06675), by the sign of interpolated momentum and gradient.
+    Weight decay is decoupled.
+    """
 
     state: Sequence[str] = ("exp_avg",)
 
@@ -86,8 +88,8 @@ class ElementwiseUpdateRule:
 
     @torch.no_grad()
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) at learning rate `lr`.
-        Decoupled param groups (embedding and output) have the rate `decoupled_lr`.
+        """Update the main weights of all shards (slots), and their state, at rate `lr`, or `decoupled_lr` if decoupled.
+        Decoupled param groups are the embedding and the output layer.
         """
         self.update_count += 1
         for slot, state in zip(self.slots, self._state, strict=True):

@@ -60,7 +60,7 @@ def _all_gather(sums: Tensor, group: CommGroup | None) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], leaves: FusibleFunctionCompiler) -> Tensor:
-    """Return the sum of the squares of all elements as [1, 2] fp64: the sum, and the correction with its lower digits."""
+    """Return the sum of the squares of all elements, fp64 [1, 2]: the sum, and a correction with its lower digits."""
     fewest, _ = WIDTHS[tensors[0].device.type]
     sums = torch.cat([leaves(sum_squares_with_compensation, block) for block in _split_blocks(tensors)], 1)
     while sums.shape[1] > ROWS * fewest:
@@ -135,11 +135,10 @@ def gradient_clip_factor(norm: float, limit: float) -> float:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale for fp16 training.
-    It is a factor on the loss before it is differentiated, chosen as large as the gradients allow.
+    """Dynamic loss scale for fp16 training, halved on overflow and doubled after steps without overflow.
+    It is a factor on the loss before it is differentiated; it doubles after `growth_interval` steps.
 
-    The scale halves when a gradient overflows and doubles after `growth_interval` consecutive steps without overflow. A
-    power of two changes no bits except those that fp16 would lose.
+    A power of two changes no bits except those that fp16 would lose.
 
     Attributes:
         value: factor of the next step.
@@ -154,9 +153,7 @@ class LossScale:
     good_steps: int = 0
 
     def can_fix_overflow(self, *, loss_finite: bool, norm_finite: bool) -> bool:
-        """Return whether a smaller loss scale may prevent an overflow of the gradients.
-        It may if the loss is finite, the gradient norm is not, and the scale is above its minimum.
-        """
+        """Return whether a smaller scale may fix an overflow: loss finite, gradient norm not, scale above minimum."""
         return loss_finite and not norm_finite and self.value > self.minimum
 
     def update_scale(self, *, overflowed: bool) -> None:

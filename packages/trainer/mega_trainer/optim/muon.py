@@ -34,11 +34,10 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Orthogonalize a matrix approximately by Newton-Schulz iterations.
-    Return approximately U V^T of the singular value decomposition `matrix` = U S V^T: every singular value that is not
-    tiny comes near 1.
+    """Return approximately U V^T of matrices U S V^T [.., M, N], by Newton-Schulz iterations.
+    Every singular value that is not tiny comes near 1.
 
-    Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
+    The iteration is X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
 
     Args:
         matrix: [.., M, N]; leading axes are a batch of matrices.
@@ -69,7 +68,7 @@ def muon_update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is one that Muon updates, where it is the optimizer, rather than AdamW.
+    """Return whether Muon or SOAP, where one is the optimizer, updates a parameter rather than AdamW.
     It is True for matrices and stacks of matrices in layers; False for embeddings, tables, heads, convolutions, norms and
     biases.
     """
@@ -124,7 +123,7 @@ class MatrixUpdateRule:
         raise NotImplementedError
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the state that has one tensor for each parameter shard (slot), by name: none."""
+        """Return no tensors: the base rule has no state with one tensor for each parameter shard (slot)."""
         return {}
 
     def _is_own_matrix(self, slot: OptimizerSlot, matrix_index: tuple[int, int]) -> bool:
@@ -212,7 +211,10 @@ def _pad_to_length(tensor: Tensor, length: int) -> Tensor:
 def iterate_matrices(
     gathered: GatheredShardLayout, source: Tensor, target: Tensor
 ) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
-    """Yield the canonical matrices of gathered shards, each with this rank's part of two tensors of their length."""
+    """Yield each canonical matrix of gathered shards, with views of this rank's part of it in two flat tensors.
+    `source` and `target` have the length of all shards together; the result is (info, piece, view of `source`, view of
+    `target`).
+    """
     for parameter, span in gathered.param_slices.items():
         info = get_parameter_info(parameter)
         for piece in info.gathered_pieces:

@@ -44,8 +44,8 @@ class OptimizerSlot:
 
     @classmethod
     def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
-        """Return the optimizer slot of a parameter shard.
-        Low-precision weights get fp32 main weights, with `offload` in host memory.
+        """Return the optimizer slot of a parameter shard, with fp32 main weights if its weights are in low precision.
+        With `offload`, main weights are in host memory.
 
         A shard whose length needs padding is copied too, on its device: rows of ZeRO-3, usually only norms and biases.
         """
@@ -66,14 +66,12 @@ class OptimizerSlot:
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
     def copy_grad_to_main(self) -> None:
-        """Copy the gradient to the device of the main weights (such as host memory).
-        This is done if the slot has a separate copy of the gradient.
-        """
+        """Copy the gradient to the main weights' device (such as host memory), if the slot has a separate copy."""
         if self.grads is not self.shard.grads:
             self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
 
     def copy_main_to_model(self) -> None:
-        """Copy the updated main weights to the model's weights, rounding to their dtype."""
+        """Copy the main weights to the model's weights, rounded to their dtype; do nothing if they share memory."""
         if self.has_separate_main_weights:
             self.shard.weights.copy_(self._own(self.main), non_blocking=True)
 
@@ -122,9 +120,7 @@ class OptimizerOffloadTransfers:
 
     @contextmanager
     def overlap_copies_with_update(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
-        """Return a context around the optimizer update of some slots, which overlaps copies with it.
-        Entering waits for the slots' gradients; leaving starts to copy their weights to the model.
-        """
+        """Wait for some slots' gradients, run the `with` block (their update), and start to copy their weights back."""
         for slot in slots:
             if slot in self._arrivals:
                 self._arrivals.pop(slot).synchronize()
@@ -146,19 +142,19 @@ class UpdateRule(Protocol):
     update_count: int  # number of updates so far
 
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all `slots` from their gradients at learning rate `lr`.
-        Param groups that are decoupled (embedding and output) use `decoupled_lr`.
+        """Update the main weights of all shards (slots) from their gradients at rate `lr`, or `decoupled_lr`.
+        The second is for decoupled param groups, which are the embedding and the output layer.
         """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the optimizer state by kind (such as `exp_avg`).
-        Each kind has a tensor for each parameter shard (slot), as long as its main weights.
+        """Return the optimizer state by kind (such as `exp_avg`), one tensor for each parameter shard (slot).
+        A tensor is as long as the slot's main weights.
         """
 
 
 @runtime_checkable
 class OtherStateRule(Protocol):
-    """Interface of an `UpdateRule` whose state is not, or not only, one tensor of its values for each slot."""
+    """Interface of an `UpdateRule` with other state than one tensor for each slot, such as SOAP's."""
 
     def other_tensors(self) -> Iterable[Tensor]:
         """Return the tensors that are kept between updates, in place of those of `state_tensors`."""
@@ -184,8 +180,8 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of tensors of parameter shards (slots) to save, by canonical parameter name.
-    Of replicated tensors, only the share that this rank saves to a checkpoint is included.
+    """Return this rank's share of the tensors of parameter shards to save to a checkpoint, by canonical name.
+    Replicated tensors are divided among the ranks.
     """
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:

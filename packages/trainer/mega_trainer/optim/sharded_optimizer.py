@@ -94,9 +94,7 @@ class ShardedOptimizer:
             stage.all_gather_params()
 
     def wait_for_params(self) -> None:
-        """Wait until the weights of the last optimizer update are gathered.
-        This is needed before any access to them other than a forward.
-        """
+        """Wait until the last update's weights are gathered, before any access to them other than a forward."""
         for stage in self.stages:
             stage.wait_for_params()
 
@@ -114,9 +112,7 @@ class ShardedOptimizer:
                 yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
-        """Return views of the reduced gradients by canonical parameter name.
-        After `apply_update` the gradients are multiplied by its `scale`.
-        """
+        """Return views of the reduced gradients by canonical parameter name, scaled once `apply_update` has run."""
         return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
 
     @property
@@ -131,8 +127,9 @@ class ShardedOptimizer:
             rule.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
-        """Return views of the optimizer state by checkpoint name.
-        With `to_save`, only this rank's share of replicated tensors is included.
+        """Return the optimizer state by checkpoint name, to be saved, or to be loaded into.
+        The tensors are views, except for moments in 8 bits; see `pack_loaded_state`. With `to_save`, only this rank's share of
+        replicated tensors is included.
 
         Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.

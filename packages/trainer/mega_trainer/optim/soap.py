@@ -35,7 +35,7 @@ def separate_eigenvalues(gram: Tensor) -> Tensor:
 
 
 class SoapMatrixState:
-    """State of SOAP for one canonical matrix, or for a stack of them.
+    """SOAP's state of one matrix or stack of matrices: moments, averaged gram matrices and their eigenvectors.
 
     Args:
         name: of the canonical tensor.

@@ -240,9 +240,7 @@ def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
 
 
 def downsample_extremes(points: Sequence[AxisLimits], pieces: int) -> Sequence[AxisLimits]:
-    """Return the lowest and the highest point of each of `pieces` equal intervals of a sequence, in order.
-    If the points are few, return all.
-    """
+    """Return the lowest and highest point of each of `pieces` equal intervals of a sequence, or all if they are few."""
     if len(points) <= 2 * pieces:
         return points
     found: list[AxisLimits] = []

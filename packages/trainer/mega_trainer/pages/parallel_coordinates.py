@@ -32,7 +32,7 @@ class CoordinateAxis:
 
     @property
     def names(self) -> list[str]:
-        """Categories of the axis, if at least one of its values is not a number."""
+        """Categories of the axis in the order of their first use; [] if all of its values are numbers."""
         return (
             list(dict.fromkeys(map(str, self.values))) if any(isinstance(value, str) for value in self.values) else []
         )

@@ -35,7 +35,8 @@ class MetricColumn:
         return list(zip(self.steps, self.values, strict=True))
 
     def iterate_deltas(self) -> Iterator[tuple[float, float]]:
-        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl).
+        """Yield (step, difference of the metric from its previous logged value).
+
         The first difference is from 0.
         """
         before = 0.0

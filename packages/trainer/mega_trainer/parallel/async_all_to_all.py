@@ -38,8 +38,8 @@ class HostCountAllToAll:
     def __call__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int
     ) -> tuple[Tensor, CollectiveWork]:
-        """Start an all-to-all of the first of `rows`, with `sent` and `received` rows per rank, and return the received
-        table of `length` rows and a handle to wait for.
+        """Start an all-to-all of the first of `rows`; return the received table and a handle to wait for.
+        `sent` and `received` are the row counts to and from each rank; the table has `length` rows.
         """
         table = rows.new_empty((length, *rows.shape[1:]))
         out, own = table[: sum(received)], rows[: sum(sent)].contiguous()
@@ -65,8 +65,8 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send rows to the other ranks of an all-to-all.
-        The first of `rows` are sent; the returned tensor of received rows is complete after `wait_for_table`.
+        """Start the all-to-all of the forward and return the table of received rows, complete after `wait_for_table`.
+        The first of `rows` are sent.
         """
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]

@@ -68,9 +68,7 @@ class ContextParallelAttention(Protocol):
 def make_context_parallel_attention(
     kind: ContextParallelKind, group: CommGroup, kernels: Kernels
 ) -> ContextParallelAttention | None:
-    """Return the context-parallel attention over a group: ring, allgather or alltoall.
-    `kind` names it; the result is None if `group` has one rank.
-    """
+    """Return the context-parallel attention of `kind` (ring, allgather, alltoall), or None in a group of one rank."""
     if group.size == 1:
         return None
     if kind == "alltoall":
@@ -81,8 +79,8 @@ def make_context_parallel_attention(
 
 
 def get_context_rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
-    """Return the index ranges of the two chunks of a sequence that a context-parallel rank has.
-    Of a sequence of `length` tokens, they are chunk `rank`, and its mirror from the end.
+    """Return the index ranges of a context rank's chunks of a sequence: chunk `rank`, and its mirror from the end.
+    The sequence has `length` tokens.
     """
     chunk = length // (2 * ranks)
     first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
@@ -95,9 +93,7 @@ def get_context_rank_token_indices(length: int, group: CommGroup) -> Tensor:
 
 
 def residual_stream_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
-    """Return the index ranges of the tokens in this rank's residual stream.
-    They are the context rank's tokens, or under sequence parallelism (`sp`) the tensor rank's slice of them.
-    """
+    """Return the index ranges of this rank's residual stream: its context rank's tokens, or its slice with `sp`."""
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
     for chunk in _rank_ranges(length, cp):
         out.append(chunk[max(0, part.start - before) : max(0, part.stop - before)])
@@ -110,9 +106,7 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 
 
 def gather_context_parallel_tokens(x: Tensor, group: CommGroup) -> Tensor:
-    """Gather [B, s, w] of this context rank's tokens to [B, S, w] of the whole sequence, in its order.
-    The backward sums the gradients of all ranks.
-    """
+    """Gather tokens x [B, s, w] of all context ranks to [B, S, w] in order; the backward sums all ranks' gradients."""
     if group.size == 1:
         return x
     return _sequence_order(
@@ -138,15 +132,12 @@ class KeyValueExchange(Protocol):
     """
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's number and packed keys and values.
-        `work` is the function, called with this rank's keys and values, `mine`, first.
-        """
+        """Call `work` with every context rank's number and packed keys and values, this rank's (`mine`) first."""
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call a function with every context-parallel rank's keys and values, and sum the gradients that it returns.
-        Return the gradient of this rank's keys and values, `mine`, summed over what `work` returned on all ranks.
-
-        Calls `work` as `visit_all_ranks` does; it returns partial gradients in at least fp32.
+        """Return the gradient of this rank's keys and values, summed over what a function returns on all ranks.
+        The function is `work`, called with every rank's number and packed keys and values, this rank's (`mine`) first.
+        It returns the gradient of those keys and values from this rank's queries, in at least fp32.
         """
 
 
@@ -159,16 +150,14 @@ class RingKeyValueExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's keys and values, passed around a ring.
-        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
-        """
+        """Call `work` with every context rank's number and keys and values, passed around a ring, this rank's first."""
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
             work(rank, mine)
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum the gradients of every rank's keys and values, which are passed around a ring.
+        """Return the gradient of this rank's keys and values, summed over all ranks around a ring.
         Call `work` with each rank's keys and values; the sum of the gradients that it returns follows one step behind,
         and a last step brings it to its rank.
         """
@@ -201,15 +190,13 @@ class AllGatherKeyValueExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call a function with every context-parallel rank's keys and values, from an all-gather.
-        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
-        """
+        """Call `work` with every context rank's number and keys and values, from an all-gather, this rank's first."""
         for rank, part in self._gather_parts(mine):
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum the gradients of every rank's keys and values, which come from an all-gather, by reduce-scatter.
-        Call `work` with each rank's keys and values, and return the gradient of this rank's, summed over all ranks.
+        """Return the gradient of this rank's keys and values, summed over all ranks by reduce-scatter.
+        Call `work` with each rank's keys and values, which come from an all-gather.
         """
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
@@ -289,9 +276,7 @@ class LocalKeyValueExchange:
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call a function once, with this rank's keys and values, and return the gradient that it returns.
-        `work` gets the rank number and packed keys and values of this rank (`mine`).
-        """
+        """Call `work` once, with this rank's keys and values (`mine`), and return the gradient that it returns."""
         return work(0, mine)
 
 
@@ -462,12 +447,12 @@ class UlyssesAttention:
         return self.exchange_heads_for_tokens(attend_whole(q, k, v, how, own.start))
 
     def local_head_slice(self, heads: int) -> slice:
-        """Return the slice of `heads` heads that this rank computes between the two exchanges."""
+        """Return the slice of `heads` attention heads that this context rank computes for the whole sequence."""
         first = self.group.rank * heads // self.group.size
         return slice(first, first + max(1, heads // self.group.size))
 
     def exchange_tokens_for_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange this rank's tokens for heads of all tokens by all-to-all.
+        """Exchange this rank's tokens of all heads for all tokens of its share of the heads, by all-to-all.
         Tensors [B, s, H_i, d_i] of this rank's tokens become [B, S, H_i/N (at least 1), d_i] of all tokens in order,
         with N ranks.
         """

@@ -54,7 +54,7 @@ class DeepEpDispatcher:
     _buffers: dict[tuple[int, int, int], ElasticBuffer] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens x to the ranks of their `chosen` experts by DeepEP, and return the dispatch in progress."""
+        """Start to send tokens x to the ranks of their `chosen` experts by DeepEP; return the dispatch in progress."""
         shape = (*x.shape, chosen.shape[1])
         if shape not in self._buffers:
             self._buffers[shape] = self._make_buffer(*shape)
@@ -118,7 +118,7 @@ class DeepEpDispatchState:
     pending: tuple[tuple[Tensor, ...], Any] | None = None
 
     def start_dispatch(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        """Start to send tokens x [N, D] with their experts and weights [N, K]; return the tensors [T, ..] to be received."""
+        """Start to send tokens x [N, D] with experts and weights [N, K]; return the tensors [T, ..] being received."""
         buffer: ElasticBuffer = self.buffer
         rows, self.chosen, recv_weights, self.handle, event = buffer.dispatch(
             x, topk_idx=chosen, topk_weights=weights, num_experts=self.num_experts, do_cpu_sync=self.wait,
@@ -128,7 +128,7 @@ class DeepEpDispatchState:
         return rows, recv_weights
 
     def start_repeated_dispatch(self, dy: Tensor) -> None:
-        """Start to send gradients dy [N, D] along the paths of the dispatch."""
+        """Start to send gradients dy [N, D] of combined tokens to the ranks to which the tokens were dispatched."""
         buffer: ElasticBuffer = self.buffer
         rows, _, _, _, event = buffer.dispatch(
             dy, handle=self.handle, num_experts=self.num_experts, num_sms=self.handle.num_sms,

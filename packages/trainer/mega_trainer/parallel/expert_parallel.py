@@ -73,7 +73,7 @@ def sort_rows_by_expert(
     rows: int,
     sum_rows: Callable[..., Tensor] = sum_choice_rows,
 ) -> SortedExpertRows:
-    """Return the rows of T tokens for this rank's experts, sorted by expert, without communication.
+    """Return T tokens as rows for this rank's experts, sorted by expert; choices beyond `rows` are dropped.
 
     Args:
         x: [T, D].
@@ -95,8 +95,7 @@ def sort_rows_by_expert(
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """Expert-parallel dispatch of tokens in progress.
-    It has the functions that wait for the received tokens and that send their outputs back.
+    """Expert-parallel dispatch in progress: functions that wait for received tokens and send outputs back.
 
     Attributes:
         wait_for_rows: waits for the received tokens.
@@ -125,8 +124,8 @@ class ExpertDispatcher(Protocol):
 
 
 def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Apply experts to dispatched tokens and return the weighted sums of their outputs [N, D].
-    They are zero for tokens without experts. Also return the number of dropped choices.
+    """Apply experts to dispatched tokens; return the weighted sums of their outputs [N, D] and the dropped choices.
+    The sums are zero for tokens without experts; the dropped choices are a number.
     """
     received = dispatch.wait_for_rows()
     y = experts(received.x, received.weights, received.rows)
@@ -156,9 +155,7 @@ class AllToAllDispatcher:
     interleaver: PassInterleaver | None = None
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to the ranks of their chosen experts by all-to-all.
-        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
-        """
+        """Start to send tokens x to the ranks of their `chosen` experts by all-to-all, and return the dispatch."""
         if self.group.size == 1:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
@@ -229,10 +226,8 @@ class AllToAllDispatcher:
 
 
 def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
-    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts].
-    The value -1 stands for none; an expert is split over `parts` ranks.
-
-    A rank has `experts_per_rank` experts.
+    """Return the ranks that have each token's chosen experts, each rank once, -1 for none: int64 [N, K parts].
+    A rank has `experts_per_rank` experts; an expert is split over `parts` ranks.
     """
     holder = chosen // experts_per_rank
     repeated = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
@@ -343,7 +338,7 @@ def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def gather_token_shares(x: Tensor, group: CommGroup, tokens: int) -> Tensor:
-    """Gather shares of tokens [ceil(N / ranks), ..] from all ranks to [tokens, ..].
-    The shares are made by `take_token_share`; the backward takes this rank's share.
+    """Gather the shares that `take_token_share` made from all ranks to [tokens, ..], without their padding.
+    The shares are [ceil(N / ranks), ..]; the backward takes this rank's share.
     """
     return x if group.size == 1 else _GatherShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

@@ -67,8 +67,9 @@ class RoutingReplay:
     recorded: Tensor
 
     def apply_replay(self, layer: int, expert_ids: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Record and return the experts of this rank's tokens in a layer, int64 [N, K].
-        They are the given ones of rollout routing replay (R3), or else the router's `expert_ids`.
+        """Return the experts of this rank's tokens in a layer, the given ones or else the router's, and record them.
+        The given ones are those of rollout routing replay (R3); `expert_ids` are the router's, int64 [N, K]. In an MTP
+        layer, return `expert_ids` and record nothing.
         """
         if layer not in self.layers:  # an MTP layer
             return expert_ids
@@ -134,7 +135,7 @@ def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]
 
 
 def sum_indexer_losses(routings: Sequence[MicroBatchRouting], like: Tensor) -> Tensor:
-    """Return this rank's part of the weighted loss of the indexers of sparse attention, a scalar of the dtype of `like`.
+    """Return this rank's part of the weighted loss of sparse attention's indexers, a scalar of the dtype of `like`.
     It is summed over layers and micro-batches, and 0 without an indexer that is trained.
     """
     losses = [loss.to(like) for one in routings for loss in one.indexer_losses.values()]
@@ -142,9 +143,8 @@ def sum_indexer_losses(routings: Sequence[MicroBatchRouting], like: Tensor) -> T
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's expert routing statistics as fp64 [layers, 6 + experts].
-    Layers of other ranks are zeros. A layer has six sums (tokens, dropped choices, losses and so on), then the choices
-    of each expert.
+    """Return this rank's expert routing statistics, fp64 [layers, 6 + experts]; layers of other ranks are zeros.
+    A layer has six sums (tokens, dropped choices, losses and so on), then the choices of each expert.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
@@ -158,7 +158,7 @@ def list_expert_layers(config: ModelConfig) -> list[int]:
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return a step's expert routing metrics, such as load balance and dropped choices.
+    """Return a step's expert routing metrics, such as load balance; raise if the dispatch dropped choices.
     `table` has the routing statistics by layer summed over all ranks. The result is empty without experts.
 
     `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and

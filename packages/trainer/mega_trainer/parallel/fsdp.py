@@ -69,7 +69,7 @@ def fully_shard_stage(
     layers: int = 1,
     gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
-    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place.
+    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place; the values of its parameters are lost.
     Each parameter becomes a `DTensor` of which a rank has some rows; `layers` layers' weights are gathered together.
 
     Args:
@@ -242,7 +242,7 @@ class FsdpUnitGradients:
                 parameter.register_post_accumulate_grad_hook(self._grad_completed)  # type: ignore[no-untyped-call]
 
     def expect_last_backward(self) -> None:
-        """Prepare for the step's last backward, after which the gradients are all-reduced over copies of the weights."""
+        """Prepare for the step's last backward, after which gradients are all-reduced over copies of the weights."""
         self._missing = set(self._parameters) if self._copies.size > 1 else set()
 
     def _grad_completed(self, parameter: Tensor) -> None:
@@ -340,8 +340,7 @@ class FullyShardedStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward, in which FSDP reduces gradients over the shard group.
-        In the last backward of the step, this class also reduces them over copies.
+        """Wrap one micro-batch's backward, in which FSDP reduces gradients; the step's last also reduces over copies.
 
         With a split backward it is the weight half alone that this wraps.
         """
@@ -355,9 +354,9 @@ class FullyShardedStage:
             self._split.finish()
 
     def finish_gradients(self) -> None:
-        """Complete this pipeline stage's gradients over all ranks that hold the same parameter.
-        Wait for the HSDP all-reduces between weight replicas, then all-reduce over the other groups of such ranks. Free
-        the weights that were gathered for the whole step.
+        """Complete the step's gradients over all ranks with the same parameters, and free the gathered weights.
+        Wait for the HSDP all-reduces between weight replicas, then all-reduce over the other groups of such ranks. The
+        weights are those that were gathered for the whole step.
         """
         self._free_gathered_params()
         for gradients in self._gradients:

@@ -76,7 +76,7 @@ class GradientBucket(ABC):
         """
 
     def begin_backward(self) -> None:
-        """Expect a gradient of every parameter in the next backward."""
+        """Mark the gradient of every parameter of the bucket as incomplete, before a backward."""
         self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -174,9 +174,7 @@ class StepGradientBucket(GradientBucket):
         return self._views[parameter]
 
     def start_reduce(self) -> None:
-        """Start the reduction of the step's accumulated gradients over the data ranks.
-        A missing gradient counts as zero.
-        """
+        """Start the reduction of the step's gradients over the data ranks; a missing gradient counts as zero."""
         self._zero_missing(self._whole)
         self._flight = self._start_sum(self._whole, self.grads)
 
@@ -216,7 +214,7 @@ class MicroBatchGradientBucket(GradientBucket):
         return self._whole[self.param_slices[parameter]].view(parameter.shape)
 
     def start_reduce(self) -> None:
-        """Start the reduction of this micro-batch's gradients over the data ranks; a missing gradient counts as zero."""
+        """Start the reduction of this micro-batch's gradients over the data ranks; a missing gradient is zero."""
         self.wait_for_reduce()
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
         self._zero_missing(whole)

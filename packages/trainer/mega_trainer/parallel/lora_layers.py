@@ -104,8 +104,8 @@ class LoraAdapterLayer(nn.Module):
         return torch.cat([*parts, y[..., done:]], -1)
 
     def compute_dora_factors(self, weight: Tensor) -> list[Tensor]:
-        """Return DoRA's factor on the output rows of each adapter [rows], the magnitude over the weight norm.
-        It is m / |W + s B A|, in at least fp32; the result is empty if the adapters have no magnitudes m.
+        """Return DoRA's factor on the output rows of each adapter [rows], or [] if the adapters have no magnitudes.
+        It is the magnitude m over the weight norm |W + s B A|, in at least fp32.
 
         Only m gets a gradient.
         """
@@ -155,7 +155,7 @@ class PerRowAdapterSelection:
         self.names = (*self.names, name)
 
     def remove_adapter_name(self, name: str) -> None:
-        """Remove the name of an adapter, which no row selects any more."""
+        """Remove an adapter's name; batch rows that selected it use no adapter."""
         self.names = tuple(other for other in self.names if other != name)
         self.rows = {other: rows for other, rows in self.rows.items() if other != name}
 
@@ -182,9 +182,7 @@ class PerRowAdapters(nn.Module):
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
-        """Return this layer's LoRA adapter of a given name, or None.
-        None means that the adapter does not change the layer.
-        """
+        """Return this layer's LoRA adapter of a name, or None if that adapter does not change the layer."""
         index = self.names.get(name)
         if index is None:
             return None
@@ -193,12 +191,12 @@ class PerRowAdapters(nn.Module):
         return adapter
 
     def add_adapter(self, name: str, adapter: LoraAdapterLayer) -> None:
-        """Add an adapter between two passes."""
+        """Add a LoRA adapter to this layer under a name; only between two forward passes."""
         self.names[name] = len(self.adapters)
         self.adapters.append(adapter)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter between two passes, if the layer has it."""
+        """Remove the LoRA adapter of a name from this layer, if it has one; only between two forward passes."""
         if name not in self.names:
             return
         kept = {other: self.adapters[index] for other, index in self.names.items() if other != name}
@@ -208,9 +206,7 @@ class PerRowAdapters(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: SeededDropout | None = None
     ) -> Tensor:
-        """Return the layer's output with the LoRA update of each batch row's adapter.
-        Rows without an adapter are unchanged.
-        """
+        """Return the layer's output with each batch row's LoRA update; rows without an adapter are unchanged."""
         assert dropout is None
         for name, rows in self.selection.rows.items():
             adapter = self.find_adapter(name)
@@ -223,7 +219,9 @@ class PerRowAdapters(nn.Module):
 
 @dataclass(frozen=True)
 class LoraAdapterPool:
-    """Several LoRA adapters, of which each batch row uses one or none; `adapts` are their projections by adapter name."""
+    """Selection of a LoRA adapter for each batch row, and the projections that each adapter changes.
+    `adapts` has these projections by adapter name.
+    """
 
     selection: PerRowAdapterSelection
     adapts: Mapping[str, Mapping[str, AdaptedModule]]

@@ -65,9 +65,7 @@ class NvshmemDispatcher:
     _wires: dict[int, SymmetricMemoryAllToAll] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to the ranks of their chosen experts over NVSHMEM.
-        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
-        """
+        """Start to send tokens x to the ranks of their `chosen` experts by NVSHMEM; drop choices over the bound."""
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
@@ -143,16 +141,16 @@ class SymmetricMemoryAllToAll:
     _stream: torch.cuda.Stream | None = None
 
     def scatter_token_rows(self, x: Tensor, slots: ExpertRowAssignment) -> Tensor:
-        """Copy tokens to their rows in the memory from which they are sent; a row without a token has arbitrary values."""
+        """Copy tokens to their rows in the symmetric memory they are sent from; rows without a token are arbitrary."""
         return self.leaves(scatter_token_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Sum, for each token, the rows with its `numbers`, int64 [N, K], into the memory from which the sums are sent."""
+        """Sum the rows with each token's `numbers` [N, K] into the symmetric memory from which the sums are sent."""
         return self.leaves(sum_token_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
-        """Start the all-to-all of `rows`; see `AllToAllFunction`. It must have ended before the second next one of
-        equal width and dtype starts.
+        """Start the all-to-all of `rows`; see `AllToAllFunction`.
+        It must have ended before the second next one of equal width and dtype starts.
         """
         tables = self._filled.pop(_storage_id(rows), None)
         if tables is None:  # rows in other memory
@@ -218,8 +216,8 @@ class _LaunchedWork:
 
 
 def allocate_symmetric_memory(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
-    """Allocate tensors to send and to receive in symmetric memory.
-    They have at least `length` rows of this width, and `like`'s dtype and device. A collective call of the group.
+    """Allocate tensors to send and receive rows: symmetric memory on GPUs, ordinary on a CPU; all ranks must call.
+    They have at least `length` rows of this width, and `like`'s dtype and device.
 
     Raises:
         ConfigError: when NVSHMEM is not available.

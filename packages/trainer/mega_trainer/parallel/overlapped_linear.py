@@ -61,7 +61,7 @@ class RingGemms:
         return gathered, y
 
     def gemm_reduce_scatter(self, x: Tensor, matrix: Tensor, group: CommGroup) -> Tensor:
-        """Multiply and reduce-scatter the product, each piece while the partial sum of the next one arrives."""
+        """Multiply x by `matrix` and reduce-scatter the product, one piece's GEMM while a partial sum arrives."""
         pieces = x.chunk(group.size, SEQUENCE)
         total = pieces[group.rank - 1] @ matrix  # of the previous rank, which the ring reaches last
         for step in range(1, group.size):
@@ -85,7 +85,7 @@ class SymmetricMemoryGemms:
         return None if gathered is None else gathered.contiguous(), y.contiguous()
 
     def gemm_reduce_scatter(self, x: Tensor, matrix: Tensor, group: CommGroup) -> Tensor:
-        """Multiply and reduce-scatter the product, by torch's fused operation."""
+        """Multiply x by `matrix` and reduce-scatter the product, by torch's fused operation."""
         group.record_call("gemm_reduce_scatter", x)
         y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", SEQUENCE, _group_name(group))
         return y.contiguous()

@@ -87,8 +87,7 @@ class DeferredWgradQueue:
 
 
 def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Compute deferred weight gradients and pass them to their parameters.
-    The last layer's come first, as in a backward; `deferred` is emptied.
+    """Compute deferred weight gradients, the last layer's first, and pass them to their parameters; empty `deferred`.
 
     Args:
         deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.
@@ -135,15 +134,14 @@ class LinearLayerGemms(Protocol):
         """Return the input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
-        It is written into `out` if given, with `add` added to it.
+        """Return the weight gradient dW = dY^T X [N, D], written, or with `add` added, to `out` if given.
+        It is summed over tokens: [.., N] x [.., D] -> [N, D].
         """
 
 
 @dataclass(frozen=True)
 class ParallelLinearFunction:
-    """Callable that computes a differentiable linear layer Y = X W^T + b.
-    X is gathered over the tensor-parallel group under sequence parallelism.
+    """Callable that computes a differentiable linear layer Y = X W^T + b, with X gathered over `group` if `sp`.
 
     Attributes:
         gemms: GEMMs of the back end.
@@ -158,9 +156,7 @@ class ParallelLinearFunction:
     sp: bool = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return Y for x [B, S or, with `sp`, S/T, D], weight [N/T, D] and bias [N/T]: [B, S, N/T], with T tensor
-        ranks.
-        """
+        """Return Y [B, S, N/T] for x [B, S or, with `sp`, S/T, D], weight [N/T, D] and bias [N/T] of T tensor ranks."""
         if not torch.is_grad_enabled():
             return self.compute_output(x, self.prepare_weight_operand(weight, get_weight_preparer(weight)), bias)
         y: Tensor = apply_autograd_function(_Linear, x, weight, bias, self)
@@ -177,7 +173,9 @@ class ParallelLinearFunction:
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
 
     def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b, not differentiable, from a weight of `prepare_weight_operand`; otherwise as a call."""
+        """Return Y = X W^T + b without a gradient, from a weight that `prepare_weight_operand` returned.
+        X is gathered with `sp`.
+        """
         return self.gemms.linear_forward(self.gather_input(x), weight, bias)
 
     def gather_input(self, x: Tensor) -> Tensor:
@@ -185,9 +183,8 @@ class ParallelLinearFunction:
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
     def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
-        """Return the weight gradient dW of a linear layer, or write it to the flat gradient buffer.
-        It is computed from the gathered input x and the prepared dY; with `main`, it is written to the buffer and the
-        result is None.
+        """Return a linear layer's weight gradient dW, or with `main` write it to the flat buffer and return None.
+        It is computed from the gathered input x and the prepared dY.
         """
         if main is None:
             return self.gemms.linear_wgrad(dy, x)
@@ -196,9 +193,7 @@ class ParallelLinearFunction:
         return None
 
     def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
-        """Queue the computation of a linear layer's weight gradient for later.
-        Only this rank's slice of the input x is kept; the input is gathered again then.
-        """
+        """Queue a linear layer's weight gradient for later; only x's own slice is kept, to be gathered again then."""
         assert self.deferred is not None
         self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
 

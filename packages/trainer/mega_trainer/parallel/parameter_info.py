@@ -35,9 +35,7 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation of a parameter from a uniform distribution between `low` and `high`.
-    An optional function `then` is applied to the drawn values.
-    """
+    """Initialisation from a uniform distribution between `low` and `high`, mapped by the function `then` if given."""
 
     low: float
     high: float
@@ -109,7 +107,7 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
+    """Return a parameter of zeros with the local `shape`, and with its `ParameterInfo` attached.
     `pieces` locate it in canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `QuantizedFrozenWeight`; the parameter has the shape and dtype, and one zero in memory.
@@ -131,9 +129,7 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return a view of the elements of a parameter that this rank has.
-    Under ZeRO-3 they are its rows, for a packed weight its packed bytes.
-    """
+    """Return a view of this rank's elements of a parameter: its rows under ZeRO-3, packed bytes if quantised."""
     packed = get_quantized_weight(parameter)
     values = parameter.detach() if packed is None else packed.packed
     return values.to_local() if isinstance(values, DTensor) else values
@@ -151,7 +147,7 @@ def is_trainable(parameter: Tensor) -> bool:
 
 
 def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> None:
-    """Freeze the model's parameters for whose canonical tensor names `trainable` returns False.
+    """Freeze the parameters for whose canonical tensor names `trainable` returns False, and unfreeze all others.
 
     Raises:
         ConfigError: when only some of the tensors fused in one parameter are trainable.
@@ -169,7 +165,7 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 
 
 def is_weight_matrix(parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix or a stack of matrices (of experts or heads), not a bias, norm or decay."""
+    """Return whether a parameter is a matrix or stack of matrices (experts, heads), not a bias, norm or decay."""
     names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     return parameter.dim() > 1 and not any(
         name.endswith((".bias", "norm.weight", ".A_log", ".position_bias")) for name in names
@@ -230,7 +226,7 @@ class QuantizedFrozenWeight:
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the GEMM operand that `prepare` makes from the unpacked weight; nothing is cached."""
+        """Return the GEMM operand that `prepare` makes from the values, unpacked at each call; `weight` is not read."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:
@@ -286,7 +282,7 @@ class NonTrainableBuffer(nn.Module):
         self.register_buffer("values", torch.full(shape, fill, dtype=dtype, device=device))
 
     def reset_values(self) -> None:
-        """Give the tensor its initial values."""
+        """Fill the tensor with its initial value."""
         self.values.fill_(self.fill)
 
 
@@ -299,7 +295,7 @@ class ModuleWithSavedBuffers(Protocol):
 
 
 def iterate_saved_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Yield the non-trainable tensors of a model that checkpoints contain, with their positions in canonical tensors."""
+    """Yield the non-trainable tensors of a model that checkpoints contain, with their canonical positions."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces

@@ -45,16 +45,12 @@ class ParamGroupKey:
 
     @property
     def counts_in_norms(self) -> bool:
-        """True if this rank counts the parameters in a norm over the model.
-        Only the first of the ranks that replicate the parameters counts them.
-        """
+        """True on the first of the ranks that replicate the parameters, which alone counts them in a norm."""
         return all(group.rank == 0 for group in self.replicas)
 
 
 def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tuple[CommGroup, ...]:
-    """Return the groups over whose ranks a parameter's values are replicated.
-    With `sharded` (optimizer state split over data ranks), the data group is left out.
-    """
+    """Return the groups whose ranks replicate a parameter, without the data group if it shards state (`sharded`)."""
     groups = (*group.replicas, *group.grad_sync, *(() if sharded else (group.data,)))
     return tuple(dict.fromkeys(groups))
 
@@ -185,13 +181,12 @@ class ShardedStage(Protocol):
         """Discard the gradients of the previous step."""
 
     def backward_context(self, last: bool) -> AbstractContextManager[None]:
-        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        """Accumulate the gradients of the backward that runs in the `with` block, and start reductions that are due.
+        `last` marks the last backward of the step.
+        """
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a training step over all ranks that share them.
-        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
-        (`grad_sync`).
-        """
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the `grad_sync` groups."""
 
     def all_gather_params(self) -> None:
         """Start to send every data rank the updated weights that it needs."""

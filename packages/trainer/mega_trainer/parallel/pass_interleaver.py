@@ -35,8 +35,8 @@ class PassInterleaver:
         self._error: BaseException | None = None
 
     def run_pair(self, forward: Callable[[], Result], backward: Callable[[], object]) -> Result:
-        """Run both passes, the forward first, and return the forward's result.
-        An error of either pass ends both and is raised here.
+        """Run a forward and a backward that alternate at each `switch_pass`, and return the forward's result.
+        The forward starts. An error of either pass ends both and is raised here.
         """
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running, self._unfinished, self._error = 0, 2, None
@@ -59,7 +59,7 @@ class PassInterleaver:
             raise self._error
 
     def interleave_wait(self, work: CollectiveWork) -> CollectiveWork:
-        """Return the handle of an exchange, whose wait first lets the other pass run."""
+        """Return a handle of an exchange (`work`) whose `wait` first lets the other pass run."""
         return _InterleavedWork(work, self)
 
     def _run_second(self, backward: Callable[[], object], stream: AbstractContextManager[Any]) -> None:

@@ -25,8 +25,8 @@ from mega_trainer.parallel.tensor_parallel import gather_from_sequence_parallel_
 def pass_recurrent_states(
     maps: Tensor, added: Tensor, initial_state: Tensor | None, group: CommGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return the recurrent state before each chunk of this context rank, and after the whole sequence.
-    They are computed from each chunk's affine map S -> M S + Z (`maps` M, `added` Z).
+    """Return the recurrent state before each chunk of this rank, and after the sequence, from chunks' affine maps.
+    A chunk maps a state S to M S + Z (`maps` M, `added` Z).
 
     Args:
         maps: M, [B, n, H] or [B, n, H, K, K].

@@ -37,9 +37,7 @@ class TransformerEngineDispatcher:
     bound: float
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to the ranks of their chosen experts by Transformer Engine.
-        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
-        """
+        """Send tokens x to the ranks of their `chosen` experts by Transformer Engine, and return the dispatch."""
         try:
             from transformer_engine.pytorch import ep
         except ImportError as error:

@@ -79,15 +79,13 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results x [B, S, D] over the T tensor-parallel ranks.
-    The sum is [B, S, D], or under sequence parallelism (`sp`) reduce-scattered to this rank's slice [B, S/T, D].
-    """
+    """Sum x [B, S, D] over T tensor ranks, all-reduced or with `sp` reduce-scattered to this rank's [B, S/T, D]."""
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] under sequence parallelism (`sp`).
-    Without sequence parallelism, return x. The backward sums the gradients of all ranks.
+    """Gather x [B, S/T, D] over T tensor ranks to [B, S, D] under sequence parallelism (`sp`), else return x.
+    The backward sums the gradients of all ranks.
     """
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
@@ -101,9 +99,7 @@ def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the slice of a sequence of `length` tokens in this rank's residual stream.
-    It is the rank's share under sequence parallelism (`sp`), else all.
-    """
+    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its share if `sp`, or all."""
     share = length // group.size
     return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
 
@@ -148,14 +144,15 @@ class ColumnParallelLinear(nn.Module):
 
 def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
     """Return parameters [N_i, ..] concatenated to one tensor [N, ..], or None if there are none."""
-    if len(parts) < 2:
-        return parts[0] if len(parts) else None
-    return torch.cat(list(parts))
+    # indexing a ParameterList takes several times as long
+    values: list[Tensor] = [value for value in parts._parameters.values() if value is not None]
+    if len(values) < 2:
+        return values[0] if values else None
+    return torch.cat(values)
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer Y = X W^T + b.
-    The columns of W and X are split over `group`, results are summed, and the bias is added after the sum.
+    """Row-parallel linear layer: columns of W and X split over `group`, results summed, bias added after the sum.
 
     Args as for `ColumnParallelLinear`; the local weight is [D, N/T], and the bias [D] is whole on every rank.
     """
@@ -262,7 +259,7 @@ def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGrou
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Tensor whose first axis is split by heads among tensor-parallel ranks.
+    """Name and shape of a tensor whose first axis is split by heads among tensor-parallel ranks.
     The axis of the tensor `name` is `count` heads (or rows, or groups) of `size` rows each.
     """
 
@@ -274,9 +271,8 @@ class SplitHeads:
 def get_fused_heads_layout(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return the local shape and head positions of a parameter that fuses several tensors split by heads.
-    The parameter concatenates this tensor rank's heads of several tensors [count * size, *tail]; a position is the one
-    of a head in its global tensor.
+    """Return the local shape of a parameter that fuses this tensor rank's heads of several tensors, and its pieces.
+    The tensors are [count * size, *tail]; a piece has the position of heads in their global tensor.
 
     So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
     rank. If there are fewer heads than ranks, consecutive ranks hold the same head.

@@ -25,21 +25,21 @@ from torch.nn import functional as F
 
 
 def gather_token_rows_no_grad(x: Tensor, slots: ExpertRowAssignment) -> Tensor:
-    """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..].
+    """Return the token vector of each row of an expert-sorted buffer, without a gradient: x [N, ..] -> [M + 1, ..].
     A row without a token has an arbitrary one.
     """
     return x[slots.token_of_row]
 
 
 def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each token the sum of the rows [M + 1, D] whose numbers are int64 [N, K]; the last row counts as zero."""
+    """Return the sum of each token's rows of [M + 1, D], by row numbers int64 [N, K]; the last row counts as zero."""
     return F.embedding_bag(numbers, rows, mode="sum", padding_idx=len(rows) - 1)
 
 
 @dataclass(frozen=True)
 class ExpertRowAssignment:
-    """Assignment of tokens' expert choices to rows sorted by expert or rank, and its inverse; choices over capacity have no row.
-    It has the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank.
+    """Assignment of tokens' choices of experts (or ranks) to rows sorted by expert (or rank), and its inverse.
+    Choices over capacity have no row.
 
     Attributes:
         row: int64 [N, K], the row of each choice; M for a choice without a row.
@@ -60,9 +60,8 @@ class ExpertRowAssignment:
     def assign_rows(
         cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None
     ) -> ExpertRowAssignment:
-        """Assign rows of an expert-sorted buffer to the tokens' choices of experts or ranks.
-        The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none; choices that
-        exceed `capacity` or `rows` are dropped.
+        """Assign rows sorted by group to the tokens' choices of groups (experts or ranks), none over the capacity.
+        The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none.
 
         Rows are sorted by group, then by token and choice. With a `capacity` every group has a range of that many rows;
         choices beyond it, or beyond `rows`, are dropped.
@@ -90,9 +89,7 @@ class ExpertRowAssignment:
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> ExpertRowAssignment:
-        """Return the row assignment with only the first `rows` rows.
-        The removed rows must not be assigned to a choice.
-        """
+        """Return the row assignment with only the first `rows` rows; the removed ones must be unassigned."""
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property
@@ -144,13 +141,13 @@ class _PickChoiceValues(Function):
 
 
 def gather_token_rows(x: Tensor, slots: ExpertRowAssignment) -> Tensor:
-    """Return the token of each row, differentiable: x [N tokens, D] -> [M rows + 1, D]."""
+    """Return the token vector of each expert-sorted row, differentiable: x [N tokens, D] -> [M rows + 1, D]."""
     y: Tensor = _GatherRows.apply(x, slots)  # type: ignore[no-untyped-call]
     return y
 
 
 def sum_token_rows(y: Tensor, slots: ExpertRowAssignment) -> Tensor:
-    """Return the sum of each token's rows, differentiable: y [M rows + 1, D] -> [N tokens, D].
+    """Return the sum of each token's expert-sorted rows, differentiable: y [M rows + 1, D] -> [N tokens, D].
     The sum is zero for a token without rows.
     """
     x: Tensor = _SumTokenRows.apply(y, slots)  # type: ignore[no-untyped-call]
@@ -158,9 +155,9 @@ def sum_token_rows(y: Tensor, slots: ExpertRowAssignment) -> Tensor:
 
 
 def gather_choice_values(values: Tensor, slots: ExpertRowAssignment) -> Tensor:
-    """Return the value, such as the router weight, of the token and expert choice of each expert-sorted row.
+    """Return each expert-sorted row's value of its token and choice, such as a router weight; differentiable.
 
-    values [N tokens, K] -> [M rows + 1], differentiable; the last row is unassigned.
+    values [N tokens, K] -> [M rows + 1]; the last row is unassigned.
     """
     y: Tensor = _PickChoiceValues.apply(values, slots)  # type: ignore[no-untyped-call]
     return y

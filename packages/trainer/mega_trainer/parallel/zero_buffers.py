@@ -12,11 +12,11 @@ which loses bits, but local accumulation never is.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,7 @@ class ForwardGatherUnit:
 
 
 class FlatParameterBuffer(ParameterBuffer):
-    """Flat buffer of the parameters of one param group.
-    They are laid out one after another in the order of the backward, with the last parameter first.
+    """Flat buffer of one param group's parameters, in the order of the backward (the last parameter first).
 
     Args:
         parameters: parameters in the order of the forward; they become views of `weights`.
@@ -190,7 +189,9 @@ class FlatBufferStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        """Accumulate the gradients of the backward in the `with` block, and start the reductions of complete buckets.
+        Under ZeRO-0 and ZeRO-1 only the step's last backward (`last`) reduces, under ZeRO-2 each one.
+        """
         self._waiting.extend(bucket for bucket in self._buckets if bucket.should_reduce(last))
         for bucket in self._waiting:
             bucket.begin_backward()
@@ -204,11 +205,18 @@ class FlatBufferStage:
         The hook is on the graph's node, because it also fires if the gradient was written to the main gradient; torch
         guarantees a parameter's own hook only if autograd delivers a gradient.
         """
-        node = get_gradient_edge(parameter).node
-        node.register_hook(partial(self._grad_completed, bucket, parameter))
+        node, owner = get_gradient_edge(parameter).node, weakref.ref(self)
+        target, weak_parameter = weakref.ref(bucket), weakref.ref(parameter)
+
+        def complete_grad(*_: object) -> None:
+            # weak references, since Python's garbage collector does not see a cycle through a node: the memory of a model
+            # that is no longer used would never be freed
+            owner()._grad_completed(target(), weak_parameter())  # type: ignore[union-attr, arg-type]
+
+        node.register_hook(complete_grad)
         self._grad_nodes.append(node)  # keep a reference, else the node and its hook are freed
 
-    def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter, *_: object) -> None:
+    def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         bucket.accumulate_grad(parameter)
         while self._waiting and self._waiting[0].is_complete:
             self._start_reduce(self._waiting.popleft())
@@ -220,10 +228,7 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a training step over all ranks that share them.
-        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
-        (`grad_sync`).
-        """
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the `grad_sync` groups."""
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
         for buffer in self.buffers:
@@ -232,8 +237,8 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its gradient on this rank, before any reduction.
-        The gradient is over the micro-batches so far; only for ZeRO-0 and ZeRO-1.
+        """Yield each parameter with its gradient on this rank before any reduction; only for ZeRO-0 and ZeRO-1.
+        The gradient is over the micro-batches so far.
         """
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)
@@ -271,7 +276,7 @@ class FlatBufferStage:
 
 
 def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardGatherUnit] = ()) -> FlatBufferStage:
-    """Move the parameters of a model (or of one pipeline stage) into flat buffers by param group, and return the stage.
+    """Move the trainable parameters of a model or pipeline stage into flat buffers by param group; return the stage.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.

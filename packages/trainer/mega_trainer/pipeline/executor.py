@@ -84,8 +84,8 @@ class PipelineExecutor:
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
-        """Run all of this pipeline rank's operations of a step and return the loss sums.
-        The parameters' hooks collect gradients. With gradients disabled only forwards run.
+        """Run this pipeline rank's operations of a step (without gradients only forwards), and return the loss sums.
+        The parameters' hooks collect gradients.
 
         With gradients disabled only the forward operations run. A subsequence of the common order of all ranks that
         leaves out whole messages (send and receive) is as free of deadlock as the whole order.
@@ -148,7 +148,7 @@ class PipelineExecutor:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Return a context in which this rank's stages are in evaluation mode, without dropout."""
+        """Put this rank's stages in evaluation mode, without dropout, while the `with` block runs."""
         training = self.first_local_stage.training
         for stage in self.stages.values():
             stage.eval()

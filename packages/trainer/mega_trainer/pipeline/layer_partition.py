@@ -21,8 +21,7 @@ def split_stage_layers(
     first_stage_layers: int = 0,
     last_stage_layers: int = 0,
 ) -> list[range]:
-    """Return each pipeline stage's half-open range of layer numbers, in stage order.
-    The split is by `layout` if given, else balanced by the costs.
+    """Return each stage's range of layer numbers in stage order, by `layout` if given, else balanced by cost.
 
     Without `layout` the layers are split to minimise the work of the busiest stage. With `layout` the first and the last
     stage may have no layers.

@@ -40,8 +40,7 @@ ScheduleStep = tuple[PipelineOpKind | Literal["F+"], int]
 
 
 class PipelineOp(NamedTuple):
-    """One operation of a pipeline rank for one stage and micro-batch.
-    It is a forward, a backward or half of one, or a message.
+    """Forward, backward, half of a backward, or message of one stage and micro-batch, run by a pipeline rank.
 
     Attributes:
         kind: `F` forward; `B` whole backward; `I` and `W` its two halves, gradient of the input and of the weights;
@@ -86,7 +85,7 @@ class PipelineSchedule:
 
     @cached_property
     def ranks(self) -> tuple[tuple[PipelineOp, ...], ...]:
-        """Operations of each pipeline rank with the sends and receives of its messages, in the order in which it runs them."""
+        """Operations of each pipeline rank in the order in which it runs them, with sends and receives."""
         return _add_messages(self.orders, self.owners, self.pairs)
 
     def stages_of_rank(self, rank: int) -> list[int]:
@@ -95,9 +94,7 @@ class PipelineSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if the pipeline schedule splits each backward into two operations.
-        They are `I`, the gradient of the input, and `W`, the gradient of the weights.
-        """
+        """True if each backward is split in two operations: gradient of the input (`I`) and of the weights (`W`)."""
         return self.name in SPLIT_BACKWARD
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
@@ -149,9 +146,7 @@ def make_pipeline_schedule(
 
 
 def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage in stage order.
-    `zbv` and `dualpipev` go down the ranks and up again, like a V; other schedules are round-robin.
-    """
+    """Return the pipeline rank of each stage: round-robin, or down and up again for `zbv` and `dualpipev`."""
     if name in V_SHAPED:
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * virtual_stages))
@@ -346,7 +341,7 @@ class PipelineTimeline:
 
 
 def simulate_pipeline_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
-    """Simulate a pipeline schedule and return its timeline.
+    """Return the start and end of each operation of a pipeline schedule, simulated with the given costs.
     By default a forward, an input gradient and a weight gradient take one unit each.
 
     Every rank computes one operation at a time; messages overlap with computation. The default costs, forward : input

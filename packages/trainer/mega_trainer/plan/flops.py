@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from mega_ckpt.canonical_tensors import EXPERT_TABLE, TensorShapes, canonical_tensors
@@ -82,7 +83,7 @@ class ParameterCounts:
     top_k: float = 0
     num_experts: int = 1
 
-    @property
+    @cached_property
     def routed_experts(self) -> int:
         """Number of parameters of all routed experts of the model."""
         return sum(layer.experts for layer in self.layers)
@@ -95,9 +96,7 @@ class ParameterCounts:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters used for one token.
-        It excludes the routed experts that the token is not sent to, and the vision encoder.
-        """
+        """Number of parameters used for one token: without its unchosen routed experts and the vision encoder."""
         return self.total - self.vision - int(self.routed_experts * (self.num_experts - self.top_k) / self.num_experts)
 
 
@@ -218,10 +217,9 @@ def compute_encoder_decoder_layer_flops(
 
 def compute_retro_layer_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token of a layer with retrieved neighbors (RETRO), by part.
-    The layer number `layer` attends to the neighbors.
 
-    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
-    decoder a query attends to all neighbors of its chunk.
+    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and
+    in the decoder a query attends to all neighbors of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None
@@ -295,18 +293,14 @@ def _count_equal_layers(model: ModelConfig) -> dict[int, int]:
 def compute_model_flops_per_token(
     model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
 ) -> float:
-    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them.
-    They are three times the forward, without recomputation.
-    """
+    """Return the FLOPs per token that model FLOPs utilisation counts: three times the forward, no recomputation."""
     return 3 * sum(compute_forward_flops_per_token(model, seq_length, causal=causal, target=target).values())
 
 
 def compute_hardware_flops_per_token(
     model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True
 ) -> float:
-    """Return the FLOPs of forward and backward per token, including recomputed GEMMs.
-    They are `compute_model_flops_per_token` plus nothing for `recompute` = `selective`, the forward of all layers for `full`.
-    """
+    """Return the FLOPs per token: three times the forward, and the layers' forward once more for `recompute` = `full`."""
     forward = compute_forward_flops_per_token(model, seq_length, causal=causal)
     recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
     return 3 * sum(forward.values()) + recomputed
@@ -333,10 +327,10 @@ def compute_palm_flops_per_token(model: ModelConfig, seq_length: int, target: in
 def compute_flops_by_convention(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
-    """Return the FLOPs per token, forward and backward, by the convention of published throughput figures.
-    See `CONVENTIONS`.
+    """Return the FLOPs per token, forward and backward, by a convention of published throughput figures.
 
-    The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
+    `CONVENTIONS` describes them. They were identified by published pairs of FLOP/s and tokens per second
+    (benchmarks/plan_flops.py).
     """
     if model.has_encoder:
         return compute_model_flops_per_token(model, seq_length, causal=convention == "exact", target=target)

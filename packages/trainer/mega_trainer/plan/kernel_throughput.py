@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_trainer.plan.machine import GpuGeneration, MachineEfficiency, MachineSpec
+from mega_trainer.plan.machine import MAX_ATTENTION_SHARE, GpuGeneration, MachineEfficiency, MachineSpec
 
 AttentionKernel = Literal["fused", "flash2", "triton", "unfused"]
 TILE = 128  # rows of a kernel's tile; attention computes half a tile of masked scores
@@ -65,10 +65,9 @@ class GpuThroughput:
         """Return the throughput of a machine's GPU with a trainer's attention kernel.
         It includes these efficiencies and the GPU's power limit.
         """
-        power = machine.get_sustained_share(efficiency.power)
-        peak, eager = machine.get_peak_flops("bf16"), machine.get_peak_flops("fp32")
+        eager = machine.get_peak_flops("fp32")
         shares = {"bf16": efficiency.bf16, "fp8": efficiency.fp8, "nvfp4": efficiency.nvfp4}
-        product = {kind: min(1.0, share * power) * machine.get_peak_flops(kind) for kind, share in shares.items()}
+        product = {kind: machine.get_sustained_flops(kind, share, efficiency.power) for kind, share in shares.items()}
         product |= {"fp16": product["bf16"], "fp32": eager, "fp64": eager / 2}
         one = MULTIPROCESSORS[machine.generation] * 2 * TILE_ELEMENTS
         own = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(attention, efficiency.attention)
@@ -77,9 +76,9 @@ class GpuThroughput:
             {kind: efficiency.tile * rate / one for kind, rate in product.items()},
             MULTIPROCESSORS[machine.generation],
             efficiency.grouped,
-            min(1.0, own * power) * peak,
+            machine.get_sustained_flops("bf16", own, efficiency.power, MAX_ATTENTION_SHARE),
             EXPONENTIALS[machine.generation],
-            efficiency.scan * peak,
+            efficiency.scan * machine.get_peak_flops("bf16"),
             efficiency.memory * machine.memory_gb_s * 1e9,
             efficiency.kernel,
             efficiency.contention,
@@ -111,9 +110,8 @@ class GpuThroughput:
         return flops / self.attention * (1 - self.exponentials + softmax)
 
     def exposed_seconds(self, communication: float, work: float) -> float:
-        """Return the seconds that communication adds to computation with which it overlaps.
-        The result is for `communication` seconds overlapped with `work` seconds of computation: the exposed part, plus
-        the slowdown of the computation.
+        """Return the seconds that `communication` seconds add to the `work` seconds of computation that they overlap.
+        They are the exposed part and the slowdown of the computation.
         """
         exposed = max(0.0, communication - work)
         return exposed + self.contention * (communication - exposed)

@@ -38,7 +38,8 @@ from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
 
 OPERAND_BYTES = {"fp8": 1, "nvfp4": 0.5625}  # of an operand's element, with its share of a block's scale
-QUANTISED_BYTES = {"fp8": 4, "nvfp4": 7}  # moved per element to quantise it in two layouts; nvfp4 also after a rotation
+# Moved per element to quantise an operand along its rows, and, for a weight gradient, along its columns: nvfp4 after a rotation.
+QUANTISED_BYTES = {"fp8": (3.0, 1.0), "nvfp4": (2.5625, 4.4375)}
 HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in addition to its GEMMs
 NORM_ACTIVATION_SHARE = 0.7  # approximate share of norms and activations in elementwise work
 FFN_SHARE = 0.6  # approximate share of recomputed feed-forward GEMMs in a layer's GEMMs
@@ -115,9 +116,7 @@ PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
-    """Return the sum of several works in seconds of forward and backward by kind of work.
-    Kinds are, for example, GEMMs or communication.
-    """
+    """Return the sum of seconds by kind of work, such as GEMMs, over several parts of a model."""
     out: PassWork = {}
     for work in works:
         for kind, cost in work.items():
@@ -157,17 +156,17 @@ class LayerCostModel:
 
     def _predict_layer(self, index: int) -> PassWork:
         """Return `predict_layer_seconds`; `model` is the configuration of this layer."""
-        kind = self.model.get_layer_kind(index)
+        kind, share = self.model.get_layer_kind(index), self.trained.shares[index]
         products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
-        products["products"] = PassSeconds(forward, inputs, self.trained.shares[index] * weights)
+        products["products"] = PassSeconds(forward, inputs, share * weights)
         work = sum_pass_work(
             [products, *self._mixer_work(kind, index), self._elementwise_work(kind), *self._adapter_work(index)]
         )
         recomputed = self._recompute_work(work)
         communication = sum_pass_work(
             [
-                self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
+                self._tensor_parallel_work(work, halves=sum(map(bool, kind)), frozen=1 - share),
                 *(self._context_parallel_work(work, mixer) for mixer in kind.mixers),
             ]
         )
@@ -207,13 +206,13 @@ class LayerCostModel:
             product = slower * self.rates.gemm_compute_seconds(shape, kind, together)
             return start + product + (size * read + written) / self.rates.memory
 
-        moved = QUANTISED_BYTES.get(kind, 0) / self.rates.memory  # weights are quantised once a step
-        quantised = [moved * (x + (w if self.run.zero == 3 else 0.0)), moved * y]
+        by_row, by_column = (moved / self.rates.memory for moved in QUANTISED_BYTES.get(kind, (0, 0)))
+        kept = w * (by_row + by_column) if self.run.zero == 3 else 0.0  # else weights are quantised once a step
         # the buffer that accumulates a weight gradient is read and written
         return PassSeconds(
-            gemm_seconds((rows, columns, inner), x + w, out * y) + quantised[0],
-            gemm_seconds((rows, inner, columns), y + w, out * x) + quantised[1],
-            gemm_seconds((columns, inner, rows), x + y, self.profile.wgrad_bytes * w),
+            gemm_seconds((rows, columns, inner), x + w, out * y) + by_row * x + kept,
+            gemm_seconds((rows, inner, columns), y + w, out * x) + by_row * y,
+            gemm_seconds((columns, inner, rows), x + y, self.profile.wgrad_bytes * w) + by_column * (x + y),
         )
 
     def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:
@@ -267,8 +266,9 @@ class LayerCostModel:
     def _attention_work(self, index: int) -> PassWork:
         """Return the work of attention scores."""
         model, run = self.model, self.run
-        window = min(model.get_attention_window(index) or run.seq_length, run.seq_length)
-        visible = window - window * (window - 1) / (2 * (window if model.chunked_window else run.seq_length)) + TILE / 2
+        length = min(run.document_length or run.seq_length, run.seq_length)
+        window = min(model.get_attention_window(index) or length, length)
+        visible = window - window * (window - 1) / (2 * (window if model.chunked_window else length)) + TILE / 2
         heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
         indexed = model.mla is not None and model.mla.indexer is not None
         unfused = indexed or self.profile.attention == "unfused"  # a mask of selected tokens has no fused kernel
@@ -442,10 +442,12 @@ class LayerCostModel:
             seconds += FFN_SHARE * work["products"].forward + work.get("expert", PassSeconds()).forward
         return {"recomputed": PassSeconds(0.0, seconds)}
 
-    def _tensor_parallel_work(self, work: PassWork, halves: int) -> PassWork:
+    def _tensor_parallel_work(self, work: PassWork, halves: int, frozen: float) -> PassWork:
         """Return the tensor-parallel communication: four collectives forward and six backward for both halves of a
         layer; without sequence parallelism four all-reduces, which are two each. With `tp_comm_overlap` all of them run
         beside GEMMs, also those that full recomputation repeats.
+
+        The share `frozen` of the weights needs no inputs again for weight gradients, whose GEMMs hide no input gradients.
         """
         run = self.run
         if run.tp == 1:
@@ -454,9 +456,13 @@ class LayerCostModel:
             self.micro_batch_tokens * self.model.hidden_size * self.bytes_per_activation,
             self.interconnect.make_rank_group(run.tp, 1),
         )
-        waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        every = 10 - 2 * frozen * run.sp
+        waited: float = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        waited = min(every, waited + 2 * frozen if waited >= 6 else waited)
         waited, again = (0, 0) if run.tp_comm_overlap else (waited, 2 if run.recompute == "full" else 0)
-        overlapped = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
+        overlapped = self.rates.exposed_seconds(
+            (every - waited) * one, work["products"].total * (every - waited) / every
+        )
         forward = min(waited, 4) + again
         share = halves / 2
         return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + overlapped)}

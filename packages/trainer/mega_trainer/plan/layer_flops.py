@@ -164,8 +164,8 @@ SCAN_CHUNK = 2048  # tokens between the states that Mamba-1's kernels keep
 
 
 def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
-    """Return the bytes per token that the kernels of Mamba's recurrences move, forward and backward.
-    Inputs and outputs, read and written once in 16 bits, are not counted; 0 for other mixers.
+    """Return the bytes per token that Mamba's recurrence kernels move beyond inputs and outputs, forward and backward.
+    They are 0 for other mixers.
 
     Mamba-1's kernels (`selective_scan_cuda`) take x, step sizes and outputs in fp32 and transposed, so each is copied. They
     keep states once in 2,048 tokens. In the backward each channel adds its gradients of B and C to those of the others.
@@ -202,7 +202,8 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
 
 
 def count_computed_keys(section: CompressedAttentionConfig, mixer: MixerKind, seq_length: int) -> tuple[float, float]:
-    """Return the mean numbers of keys and of index keys that the masked products of DeepSeek-V4's attention have for a query.
+    """Return the mean numbers of keys and of index keys per query that DeepSeek-V4's masked attention computes.
+
     They are the tokens that any query of a part may attend to and the entries that have ended by its end; index keys are the entries,
     if some are not selected.
     """
@@ -237,7 +238,7 @@ def _compressed_attention_flops(
 
 
 def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
-    """Return the forward FLOPs per token of the weights and the mixing of all streams, summed over layers, or nothing without hyper-connections."""
+    """Return the forward FLOPs per token of hyper-connections, summed over layers; {} for a model without them."""
     if model.hyper_connections is None:
         return {}
     n, width = model.hyper_connections.streams, model.stream_width
@@ -298,9 +299,7 @@ def expert_input_width(model: ModelConfig) -> int:
 
 
 def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the number of elements of all feed-forward matrices that are used for one token in a layer.
-    The router is included.
-    """
+    """Return the number of elements of a layer's feed-forward matrices, router included, that are used for one token."""
     width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
     if feed in model.feed_forwards:
         return sum(map(math.prod, _declared_matrices(model.feed_forwards[feed])))
@@ -313,7 +312,7 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
 
 
 def layer_input_shapes(model: ModelConfig) -> list[MatrixShape]:
-    """Return the shapes [out, in] of the two matrices by which a layer adds its own input to the stream, if it has one."""
+    """Return the shapes [out, in] of the two matrices of a layer's own input (`per_layer_input_size`), or []."""
     size, width = model.per_layer_input_size, model.hidden_size
     return [(size, width), (width, size)] if size else []
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.pipeline.schedules import PAIRED, V_SHAPED
 from mega_trainer.plan.flops import ParameterCounts
 from mega_trainer.plan.layer_flops import expert_input_width, max_active_ffn_width, saved_activation_elements
 from mega_trainer.plan.machine import MachineSpec
@@ -27,12 +28,14 @@ RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec, zero_levels: Collection[int] = (1, 2, 3)
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these levels of ZeRO.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these ZeRO levels.
+
     They divide the ranks, layers and batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
     base = make_training_layout(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
     experts = model.moe.num_experts if model.moe else 1
+    dispatches = config.parallel.dispatch in ("alltoall", "deepep")  # asynchronously
     degrees = [
         n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // MIN_CONTEXT_TOKENS)
     ]
@@ -55,13 +58,18 @@ def generate_layout_candidates(
             [choice for choice in ZERO_CHOICES if choice[0] in zero_levels],
             RECOMPUTE,
             kinds,
+            (False, True),
         )
-        for micro, ep, (schedule, virtual), (zero, gather), recompute, kind in choices:
+        for micro, ep, (schedule, virtual), (zero, gather), recompute, kind, overlap in choices:
+            count = batch // (micro * dp)
+            hides = ep > 1 and zero < 3 and schedule in PAIRED and count >= 2 * pp and dispatches
+            if (overlap and not hides) or (not overlap and schedule == "dualpipev"):  # which is for hiding exchanges
+                continue
             run = replace(
-                base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
+                base, micro_batch=micro, microbatches=count, tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
                 schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, zero3_gather=gather,
                 recompute=recompute,
-                recompute_layers=None, offload=0, overlap_expert_exchange=False, expert_tp=1, modules=("norm", "activation"),
+                recompute_layers=None, offload=0, overlap_expert_exchange=overlap, expert_tp=1, modules=("norm", "activation"),
             )  # fmt: skip
             yield list_layout_settings(run), run
 
@@ -87,19 +95,19 @@ def _divisors(number: int) -> list[int]:
 def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
     """Return the (pipeline schedule, number of virtual stages) pairs that fit a number of layers.
     There are `layers` layers on `pp` pipeline ranks; pairs go down to one layer per stage (1f1b) or two virtual stages
-    (zbv).
+    (V-shaped ones).
     """
     if pp == 1:
         return [("1f1b", 1)]
     most = layers // pp
     virtual = sorted({1, *(most // part for part in (1, 2, 3, 4, 8) if most // part > 1)})
-    return [*(("1f1b", stages) for stages in virtual), ("zb-h1", 1), *([("zbv", 2)] if most >= 2 else [])]
+    shaped = [(name, 2) for name in V_SHAPED] if most >= 2 else []
+    return [*(("1f1b", stages) for stages in virtual), ("zb-h1", 1), *shaped]
 
 
 @dataclass(frozen=True)
 class RoughMemoryEstimate:
-    """Rough memory estimate of the first pipeline rank.
-    It excludes layouts before `predict_memory` counts all saved tensors.
+    """Rough memory estimate of the first pipeline rank, which excludes layouts before the exact `predict_memory`.
 
     Attributes:
         model: configuration of the model.
@@ -118,7 +126,7 @@ class RoughMemoryEstimate:
 
     @classmethod
     def from_parameters(cls, model: ModelConfig, count: ParameterCounts) -> RoughMemoryEstimate:
-        """Return an estimate with the constants of the model, which are equal in all layouts."""
+        """Return the estimate of a model with given parameter counts, for any of its layouts."""
         layers = count.layers
         split, whole = (sum(getattr(layer, name) for layer in layers) for name in ("split", "whole"))
         return cls(model, count, split, whole, max(layer.experts for layer in layers), max_active_ffn_width(model))
@@ -135,12 +143,14 @@ class RoughMemoryEstimate:
         states += 2 * (dense + experts) * (run.zero == 3 and run.zero3_gather == "step")
         # backward of a layer, which holds the rows of experts three times, and the gradients of one stack of experts
         rows = expert_input_width(model) * (model.moe.top_k if model.moe else 0) / run.tp
-        kept, every = (
-            saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))
-        )
+        kept = every = saved_activation_elements(model, run, self.wide)
+        if run.recompute == "full":
+            every = saved_activation_elements(model, replace(run, recompute="none"), self.wide)
         work = 2 * self.wide / run.tp + 3 * rows + (every if run.recompute == "full" else 0.0)
         loss = 6 * model.vocab_size / run.tp * alone
         flight = run.pp + (run.virtual_stages - 1) * run.pp / run.virtual_stages if run.pp > 1 else 1
+        if run.overlap_expert_exchange and run.virtual_stages == 1:  # a pair passes its results on late
+            flight *= 2
         held = 2 * kept * model.num_layers / run.pp * min(flight, run.microbatches)
         tokens = run.micro_batch * run.seq_length / run.cp
         return states + 4 / 3 * self.stack / block + tokens * (held + max(loss, 2 * work))

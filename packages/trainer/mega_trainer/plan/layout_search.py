@@ -21,6 +21,7 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
@@ -31,7 +32,7 @@ from mega_trainer.plan.layout_candidates import (
 )
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
-from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.plan.memory_prediction import iterate_memory
 from mega_trainer.plan.other_trainers import SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -62,10 +63,7 @@ class PlannedLayout:
 
 
 def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """Return a text that explains the predicted step time of a layout.
-    It has the largest parts of the step time if `layout` is `best`, else the largest differences of `layout` from
-    `best`.
-    """
+    """Return a text with the largest parts of a layout's step time, or its largest differences from `best`."""
     whole, parts = layout.time.seconds, layout.time.parts
     if layout is best:
         return ", ".join(
@@ -94,7 +92,7 @@ def format_layout_settings(settings: Mapping[str, Any]) -> str:
 
 
 def layout_to_yaml(layout: PlannedLayout) -> str:
-    """Return run.yaml text that sets a layout: the sections `parallel`, `batch.micro` and `recompute`."""
+    """Return run.yaml text with all settings of a layout, such as the sections `parallel` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
     nested = apply_config_overrides({}, format_overrides(given))
     if not nested.get("offload", {}).get("activations"):
@@ -120,8 +118,10 @@ def make_planned_run(
     The step time is that of mega, or of the trainer `like`.
 
     Raises:
-        ConfigError: when the machine has no rate for the run's precision.
+        ConfigError: when the GPU has no GEMMs in four bits and the run needs them.
     """
+    if config.gemm_precision == "nvfp4" and not machine.supports_precision("nvfp4"):
+        raise ConfigError(f"fp8.recipe = nvfp4 is not supported on {machine.gpu}", hint="set fp8.recipe=tensorwise")
     return PlannedRun.from_settings(
         config.model,
         make_training_layout(config, ranks),
@@ -151,7 +151,8 @@ class _TimedCandidate:
     def estimate_kind(self) -> tuple[object, ...]:
         """Kind of layout, within which errors of the rough memory estimate are similar."""
         run = self.run
-        return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1
+        hides, interleaved = run.overlap_expert_exchange, run.virtual_stages > 1
+        return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1, hides, interleaved
 
 
 class _CandidateTimer:
@@ -160,17 +161,22 @@ class _CandidateTimer:
     def __init__(
         self, config: RunConfig, machine: MachineSpec, count: ParameterCounts, like: OtherTrainer | None
     ) -> None:
-        alone = config.model_copy(update={"parallel": type(config.parallel)()})
-        self.base = make_planned_run(alone, 1, machine, count, like)
-        self.works: dict[tuple[object, ...], PassWork] = {}
+        alone = type(config.parallel)(dispatch=config.parallel.dispatch)
+        self.base = make_planned_run(config.model_copy(update={"parallel": alone}), 1, machine, count, like)
+        self.works: dict[tuple[object, ...], tuple[PassWork, list[float]]] = {}
+        self.imbalances: dict[tuple[object, ...], float] = {}
 
     def estimate_seconds(self, run: TrainingLayout) -> float:
         """Return the minimum seconds of a step in the layout `run`."""
         planned = self.base.with_training_layout(run)
         key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
         if key not in self.works:
-            self.works[key] = planned.predict_model_seconds()
-        return planned.estimate_minimum_seconds(self.works[key])
+            self.works[key] = planned.predict_model_seconds(), planned.predict_part_seconds()
+        work, parts = self.works[key]
+        split = (*key, run.pp, run.virtual_stages, run.schedule in V_SHAPED)
+        if split not in self.imbalances:
+            self.imbalances[split] = planned.compute_rank_imbalance(parts)
+        return planned.estimate_minimum_seconds(work, self.imbalances[split])
 
 
 def find_best_layouts(
@@ -238,36 +244,46 @@ def _search_layouts(
         tried += 1
         report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
         settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
-        layout = plan_layout(config, settings, ranks, machine, count, like)
-        if layout is None:
+        changed = _apply_layout(config, settings, ranks)
+        if changed is None:
             continue
-        ratio = layout.memory / candidate.memory
+        memory = _predict_layout_memory(changed, ranks, like, limit)
+        ratio = memory / candidate.memory
         ratios[candidate.estimate_kind] = min(ratio, ratios.get(candidate.estimate_kind, ratio))
-        if layout.memory > limit:
-            layout = None if like else _offload_until_fit(config, settings, ranks, machine, count)
-        found += [layout] if layout is not None else []
+        if memory > limit:
+            fitting = None if like else _offload_until_fit(config, settings, ranks, limit)
+            if fitting is None:
+                continue
+            settings, changed, memory = fitting
+        time = make_planned_run(changed, ranks, machine, count, like).predict_step_time()
+        found.append(PlannedLayout(settings, time, memory))
     return found
 
 
 def _offload_until_fit(
-    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts
-) -> PlannedLayout | None:
-    """Return the layout with activations of as few layers as needed in host memory, or None if it does not fit."""
+    config: RunConfig, settings: LayoutSettings, ranks: int, limit: float
+) -> tuple[LayoutSettings, RunConfig, int] | None:
+    """Return settings with activations of as few layers as needed in host memory, the run with them, and its peak bytes.
+    The result is None if the layout does not fit.
+    """
     if settings.get("offload.activations") != 0 or settings.get("recompute", {}).get("kind") == "full":
         return None
     stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
     layers = math.ceil(config.model.num_layers / stages)
-    planned: dict[int, PlannedLayout | None] = {}
+    fitting: dict[int, tuple[LayoutSettings, RunConfig, int]] = {}
 
     def fits_in_memory(number: int) -> bool:
-        settings_of = {**settings, "offload.activations": number}
-        layout = planned[number] = plan_layout(config, settings_of, ranks, machine, count)
-        return layout is not None and layout.memory <= machine.usable_memory_bytes
+        offloading = {**settings, "offload.activations": number}
+        changed = _apply_layout(config, offloading, ranks)
+        memory = math.inf if changed is None else _predict_layout_memory(changed, ranks, None, limit)
+        if changed is not None and memory <= limit:
+            fitting[number] = offloading, changed, int(memory)
+        return number in fitting
 
     if not fits_in_memory(layers):
         return None
     numbers = range(1, layers)
-    return planned[(*numbers, layers)[bisect_left(numbers, True, key=fits_in_memory)]]
+    return fitting[(*numbers, layers)[bisect_left(numbers, True, key=fits_in_memory)]]
 
 
 def _time_candidates(
@@ -303,15 +319,34 @@ def plan_layout(
     count: ParameterCounts | None = None, like: OtherTrainer | None = None
 ) -> PlannedLayout | None:  # fmt: skip
     """Return the planned layout with given settings, in mega or another trainer, or None if it is not legal."""
+    changed = _apply_layout(config, settings, ranks)
+    if changed is None:
+        return None
+    memory = _predict_layout_memory(changed, ranks, like)
+    return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count, like).predict_step_time(), memory)
+
+
+def _apply_layout(config: RunConfig, settings: LayoutSettings, ranks: int) -> RunConfig | None:
+    """Return the run with given settings, or None if they are not legal."""
     try:
         changed = apply_settings(config, settings)
         changed.check_world_size(ranks)
     except ConfigError:
         return None
-    shape = make_training_layout(changed, ranks)
-    stages = predict_memory(changed.model, shape) if like is None else like.predict_memory(changed.model, shape)
-    most = max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in stages)
-    return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count, like).predict_step_time(), most)
+    return changed
+
+
+def _predict_layout_memory(
+    config: RunConfig, ranks: int, like: OtherTrainer | None, limit: float = math.inf
+) -> int:  # fmt: skip
+    """Return the peak bytes of the rank with the highest peak, or of the first one in pipeline order above `limit`."""
+    shape, most = make_training_layout(config, ranks), 0
+    kinds = iterate_memory(config.model, shape) if like is None else like.predict_memory(config.model, shape)
+    for rank in kinds:
+        most = max(most, sum(add_non_tensor_memory(shape, rank).values()))
+        if most > limit:
+            break
+    return most
 
 
 def plan_layout_if_fitting(

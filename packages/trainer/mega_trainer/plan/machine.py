@@ -31,13 +31,16 @@ REFERENCE_GPUS: dict[GpuGeneration, tuple[str, float]] = {
     "ampere": ("A100", 400), "ada": ("L40S", 350), "hopper": ("H100", 700), "blackwell": ("GB200", 1200), "cdna3": ("MI300X", 750),
     "cdna4": ("MI355X", 1400),
 }  # fmt: skip
+# Shares of its peak that an H20 reaches in bf16, whose power limit never lowers its clock: 142 of 148 TFLOP/s in cuBLAS's GEMMs
+# (github.com/zzc0721/torch-performance-test-data/issues/77), 129 in cuDNN's attention (Dao-AILab/flash-attention/issues/1310).
+MAX_GEMM_SHARE, MAX_ATTENTION_SHARE = 0.96, 0.87
 _HERE = Path(str(files(__package__ or "mega_trainer.plan")))
 
 
 class MachineEfficiency(StrictConfig):
     """Achieved fractions of a machine's data sheet figures.
     For GEMMs and attention, they are fractions of the dense peak FLOP/s of their data type; of a machine with `power_w`, those that
-    the reference GPU of its generation achieves at its own limit (`MachineSpec.get_sustained_share`).
+    the reference GPU of its generation achieves at its own limit (`MachineSpec.get_sustained_flops`).
 
     Attributes:
         bf16, fp8: GEMMs, without the time to read their operands, which is added.
@@ -124,19 +127,30 @@ class MachineSpec(StrictConfig):
         """Return the dense peak of a type in FLOP/s, or None."""
         return self.tflops[kind] * 1e12 if kind in self.tflops else find_peak_flops(self.gpu, kind)
 
-    def get_sustained_share(self, exponent: float) -> float:
-        """Return the share of its peak that this GPU sustains, relative to the reference GPU of its generation.
+    def get_reference_flops(self, precision: str, exponent: float) -> float:
+        """Return the FLOP/s of which `MachineEfficiency` has shares: the peak, or a rate that follows the power limit.
+        With a power limit it is the peak of the generation's reference GPU under this limit.
 
         A peak is of the highest clock. Long GEMMs run at a lower one, at which the GPU needs all the power that it may use: so
-        their rate grows with the power limit, by `exponent`, and not with the peak. 1 if the file states no limit.
+        their rate grows with the power limit, by `exponent`, and not with the peak.
         """
+        peak = self.get_peak_flops(precision)
         if self.power_w is None:
-            return 1.0
+            return peak
         name, watts = REFERENCE_GPUS[self.generation]
         reference_peak = find_peak_flops(name, "bf16")
         assert reference_peak is not None
-        sustained: float = (self.power_w / watts) ** exponent
-        return sustained * reference_peak / self.get_peak_flops("bf16")
+        power: float = (self.power_w / watts) ** exponent
+        return power * reference_peak / self.get_peak_flops("bf16") * peak
+
+    def get_sustained_flops(
+        self, precision: str, share: float, exponent: float, limit: float = MAX_GEMM_SHARE
+    ) -> float:
+        """Return the FLOP/s of kernels with a `share` of `get_reference_flops`.
+        It is at most `limit` of the peak, which kernels reach at the highest clock, or `share` of it if that is more.
+        """
+        at_most = max(limit, share) * self.get_peak_flops(precision)
+        return min(at_most, share * self.get_reference_flops(precision, exponent))
 
     def supports_precision(self, precision: str) -> bool:
         """Return whether the GPU has GEMMs in `precision`."""
@@ -149,14 +163,12 @@ class MachineSpec(StrictConfig):
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:
-        """Achieved fractions of the data sheet's peak FLOPS and bandwidths on this machine.
-        They are the machine's own if set, else the defaults of its GPU generation.
-        """
+        """Achieved fractions of the data sheet's figures: the machine's own if set, else its GPU generation's defaults."""
         return self.efficiency or load_default_efficiencies()[self.generation]
 
     @property
     def network_gb_s(self) -> float:
-        """Bandwidth of the selected network between nodes, in GB/s of one GPU, one way."""
+        """Bandwidth of the selected network between nodes, in GB/s per GPU and direction."""
         return next(iter(self.networks_gb_s.values()))
 
 

@@ -71,8 +71,7 @@ def _is_interrupted(line: Mapping[str, object]) -> bool:
 
 
 def fit_machine_efficiency(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
-    """Return the machine with efficiencies that make the predicted time of a run equal the measured time.
-    The times are equal as far as possible.
+    """Return the machine with efficiencies that bring the predicted time of a run as close as possible to the measured.
 
     Raises:
         ConfigError: when the measured time is shorter than at the machine's peak, as of another machine or number of ranks.
@@ -126,9 +125,7 @@ def _scale_efficiency(
 
 
 def format_calibration_comparison(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
-    """Yield lines of text that compare predicted with measured times before and after calibration.
-    The calibration is of the machine.
-    """
+    """Yield lines of text that compare predicted and measured times before and after a machine's calibration."""
     old, new = before.predict_step_time().seconds, after.predict_step_time().seconds
     yield f"step time: measured {measured.seconds:.4g} s, predicted {old:.4g} s before and {new:.4g} s after the fit"
     if abs(new / measured.seconds - 1) > REPORTED_ERROR:

@@ -28,7 +28,7 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
         dispatch_bound=parallel.dispatch_bound, overlap_expert_exchange=parallel.overlap_expert_exchange, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
         zero3_layers=parallel.zero3_layers, zero3_gather=parallel.zero3_gather or "micro_batch",
         bucket_elements=parallel.bucket_elements,
-        precision=config.precision, recompute=config.recompute.kind,
+        precision=config.gemm_precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
         offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon",
@@ -82,7 +82,7 @@ class PredictedMemoryNeeds:
 
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
-    """Return single changes of settings that would free memory of the run, largest savings first."""
+    """Return single changes of settings that would free over 2 % of the peak memory, largest savings first."""
     now = predict_peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):

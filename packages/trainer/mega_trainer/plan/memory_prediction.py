@@ -7,7 +7,7 @@ its pipeline schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted peak memory of one rank in a pipeline rank, by kind, and the operation at the peak.
+    """Predicted peak memory of one rank at a pipeline position, by kind, and the operation at the peak.
 
     Attributes:
         bytes: bytes at the peak, by kind, as in `predict_memory`.
@@ -57,7 +57,8 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
 
 
 def split_layers_evenly(model: ModelConfig, run: TrainingLayout) -> list[range]:
-    """Return the range of layer indices of each pipeline stage in Megatron-LM, with as many layers each.
+    """Return the range of layer indices of each pipeline stage in Megatron-LM: equally many layers in each.
+
     Where the stages do not divide the layers, they are those of `split_layers_into_stages`, as an option of it can describe.
     """
     stages = run.pp * run.virtual_stages
@@ -85,22 +86,29 @@ def split_layers_by_shares(model: ModelConfig, run: TrainingLayout) -> list[rang
 
 def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
     """Return the predicted peak bytes by kind of one rank in each pipeline rank, in pipeline order.
-    Kinds are, for example, weights or activations.
 
-    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (saved
-    tensors, micro-batches and pipeline messages), `work` (temporary tensors of the running operation, including gathered
-    weights and gradients in flight). The quantised operands of the running FP8 GEMM are not counted.
+    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations`
+    (saved tensors, micro-batches, pipeline messages), `work` (temporary tensors of the running operation, including
+    gathered weights and gradients in flight). The quantised operands of the running FP8 GEMM are not counted.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
     """
-    return [rank.bytes for rank in predict_peak_memory(model, run)]
+    return list(iterate_memory(model, run))
+
+
+def iterate_memory(model: ModelConfig, run: TrainingLayout) -> Iterator[dict[str, int]]:
+    """Yield `predict_memory` of one pipeline rank after the other, each as it is needed."""
+    return (rank.bytes for rank in _iterate_peak_memory(model, run))
 
 
 def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMemory]:
-    """Return the predicted peak memory of one rank in each pipeline rank, and the operation at the peak.
-    The memory is as from `predict_memory`; the peak occurs at the operation.
-    """
+    """Return the predicted peak memory of one rank in each pipeline rank, and the operation at the peak."""
+    return list(_iterate_peak_memory(model, run))
+
+
+def _iterate_peak_memory(model: ModelConfig, run: TrainingLayout) -> Iterator[RankMemory]:
+    """Yield `predict_peak_memory` of one pipeline rank after the other."""
     from mega_trainer.plan.part_memory import count_model_part_memory  # imports torch
 
     parts, stages = count_model_part_memory(model, run), split_layers_into_stages(model, run)
@@ -110,7 +118,8 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
     )  # fmt: skip
     chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
     quantised = _quantised_layer_bytes(model, run)
-    return [_rank_peak(model, run, parts, schedule, chunks, quantised, rank) for rank in range(run.pp)]
+    for rank in range(run.pp):
+        yield _rank_peak(model, run, parts, schedule, chunks, quantised, rank)
 
 
 @dataclass(frozen=True)
@@ -340,7 +349,8 @@ def _quantised_layer_bytes(model: ModelConfig, run: TrainingLayout) -> dict[int,
         return {}
     layers = count_parameters_by_layer(model).layers
     split, block = run.tp, run.ep * run.expert_tp
-    return {index: 2 * (layers[index].split / split + layers[index].experts / block) for index in run.fp8_layers}
+    both = 1.125 if run.precision == "nvfp4" else 2  # bytes of an element in both forms
+    return {index: both * (layers[index].split / split + layers[index].experts / block) for index in run.fp8_layers}
 
 
 def _bucket_bytes(run: TrainingLayout, mine: Sequence[_StageMemory]) -> tuple[int, int]:

@@ -193,7 +193,7 @@ def _collect_storages(tree: object) -> dict[int, torch.UntypedStorage]:
 
 
 class FusedFunctionMemoryCounter(FusibleFunctionCompiler):
-    """Stand-in for the compiler of elementwise functions that predicts memory: a function keeps only its inputs and outputs."""
+    """Stand-in for the compiler of elementwise functions to predict memory: they keep only inputs and outputs."""
 
     def __init__(self, live: LiveTensorCounter) -> None:
         super().__init__()

@@ -23,6 +23,9 @@ from mega_trainer.plan.pipeline_fill import make_planning_schedule
 from mega_trainer.plan.training_layout import TrainingLayout
 
 TrainerName = Literal["megatron", "nanotron", "fsdp2"]
+# Elements per token and layer that nanotron reserves beside the tensors counted here, in hidden sizes: copies of a rank's share, and
+# gathered tensors that it cannot free yet. Fitted on the reserved memory of 1,746 layouts (benchmarks/plan_search.py --sweep).
+NANOTRON_COPIES, NANOTRON_GATHERED = 4, 1.6
 TRAINERS: tuple[TrainerName, ...] = ("megatron", "nanotron", "fsdp2")
 
 
@@ -53,7 +56,8 @@ def make_memory_options(run: TrainingLayout) -> TrainerMemoryOptions:
 def predict_other_trainer_memory(
     model: ModelConfig, run: TrainingLayout, like: TrainerName, options: TrainerMemoryOptions | None = None
 ) -> list[dict[str, int]]:
-    """Return the peak bytes by kind that another trainer needs on a rank of each pipeline stage.
+    """Return the peak bytes by kind that another trainer needs on one rank in each pipeline rank.
+
     `like` is the trainer. The kinds are `weights`, `gradients`, `optimizer`, `activations` and `work`, which is the
     loss and, under FSDP2, gathered weights.
 
@@ -189,8 +193,9 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes per token of one layer's saved activations, without recomputed parts.
 
-    nanotron saves the outputs of silu and of its multiplication. Its host runs ahead of its collectives, so the allocator cannot
-    yet reuse the gathered inputs and whole outputs of linear layers; between none and all of them were seen, half is taken.
+    nanotron saves the outputs of silu and of its multiplication. Without a pipeline its host runs ahead of its collectives, so the
+    allocator cannot yet reuse the gathered inputs and whole outputs of linear layers, four widths; between none and all of them
+    were seen. In a pipeline it waits for messages, and keeps none.
     """
     width, values = model.hidden_size, model.num_attention_heads * model.attention_value_dim
     if "full" in again:
@@ -199,7 +204,10 @@ def _layer_bytes(
     moe = model.moe if model.is_moe_layer(index) else None
     wide = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     norms = 0 if "norm" in again else 2 * width
-    stream = (2 * width + norms) / run.tp + (2 * width * (1 - 1 / run.tp) if nanotron else 0.0)
+    stream = (2 * width + norms) / run.tp
+    if nanotron:
+        stream += NANOTRON_COPIES * width / run.tp
+        stream += NANOTRON_GATHERED * width * (1 - 1 / run.tp) if run.pp == 1 else 0.0
     if model.mla:
         keys = query
     heads = query + keys + 2 * values

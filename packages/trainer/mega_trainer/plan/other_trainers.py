@@ -17,8 +17,8 @@ from mega_trainer.plan.other_trainer_memory import (
 )
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
-# Memory / predicted memory that one of ten published runs exceeds (benchmarks/plan_memory.py). A search leaves out layouts that
-# such a run would not fit: a fragmented allocator ends them.
+# Memory of a GPU / predicted memory, below which more layouts of nanotron's sweep ran out of memory than ran
+# (benchmarks/plan_search.py): a fragmented allocator ends them. A search leaves them out.
 SEARCH_MARGIN = 1.085
 
 
@@ -50,7 +50,10 @@ class OtherTrainer:
     memory: TrainerMemoryOptions = field(default_factory=TrainerMemoryOptions)
 
     def supports_layout(self, model: ModelConfig, run: TrainingLayout) -> bool:
-        """Return whether the trainer can run a layout of the search. Megatron-LM has equal stages where `pp` divides the layers."""
+        """Return whether the trainer can run the layout `run`, by its schedules, ZeRO levels and other limits.
+
+        Megatron-LM has equal stages where `pp` divides the layers.
+        """
         uneven = model.num_layers % run.pp == 0 and model.num_layers % (run.pp * run.virtual_stages) > 0
         zero = self.zero if run.pp == 1 or len(self.zero) == 1 else tuple(level for level in self.zero if level < 3)
         return (
@@ -62,12 +65,13 @@ class OtherTrainer:
             and run.recompute in self.recompute
             and (run.cp == 1 or run.cp_kind in self.context)
             and (run.ep == 1 or self.experts)
+            and not run.overlap_expert_exchange
             and run.offload == 0
             and not run.offload_optimizer
         )
 
     def predict_memory(self, model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
-        """Return the peak bytes by kind on a rank of each pipeline stage; ZeRO-3 of any trainer as FSDP2 allocates."""
+        """Return the peak bytes by kind of one rank in each pipeline rank; ZeRO-3 of any trainer as FSDP2 allocates."""
         options = replace(self.memory, recomputed=make_memory_options(run).recomputed)
         return predict_other_trainer_memory(model, run, "fsdp2" if run.zero == 3 else self.name, options)
 
@@ -97,7 +101,7 @@ OTHER_TRAINERS: dict[TrainerName, OtherTrainer] = {
 
 
 def get_other_trainer(name: str) -> OtherTrainer:
-    """Return the trainer of `--like`.
+    """Return the trainer that the option `--like` names.
 
     Raises:
         ConfigError: for an unknown name.

@@ -86,7 +86,7 @@ def estimate_training_budget(
 
 
 def find_exceeded_limits(budget: dict[str, Any], limits: BudgetLimits) -> list[str]:
-    """Return a sentence for each limit that a budget of `estimate_training_budget` exceeds."""
+    """Return a phrase, such as "takes 12.0 days, more than 10.0", for each limit that a budget exceeds."""
     exceeded = []
     if limits.hours is not None and budget["hours"] > limits.hours:
         exceeded.append(f"takes {budget['hours'] / 24:,.1f} days, more than {limits.hours / 24:,.1f}")

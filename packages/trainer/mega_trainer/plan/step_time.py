@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
@@ -104,6 +105,7 @@ class PlannedRun:
         count: parameters of the model.
         trained: trainable parameters, adapters included.
         unit: number of layers that ZeRO-3 gathers together.
+        known: what was computed of this run for any layout, by what determines it.
     """
 
     model: ModelConfig
@@ -112,6 +114,7 @@ class PlannedRun:
     count: ParameterCounts
     trained: TrainableParameters
     unit: int
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_settings(
@@ -155,24 +158,41 @@ class PlannedRun:
             ConfigError: when the layers do not fit the stages.
         """
         split = {"even": split_layers_evenly, "shares": split_layers_by_shares}
-        return split.get(self.cost_model.profile.split, split_layers_into_stages)(self.model, self.run)
+        how = split.get(self.cost_model.profile.split, split_layers_into_stages)
+        run = self.run
+        key = how, run.pp, run.virtual_stages, run.pipeline_layout, run.seq_length, run.target_length
+        if key not in self.known:
+            self.known[key] = how(self.model, self.run)
+        found: list[range] = self.known[key]
+        return found
 
     def _make_layer_summer(self) -> Callable[[range], PassWork]:
         """Return a function that sums the work of some layers; layers of one kind are computed once."""
-        model, trained, kinds = self.model, self.trained, dict[object, PassWork]()
+        of_layer, kinds = self._list_layer_kinds(), dict[object, PassWork]()
 
         def sum_layer_work(indices: range) -> PassWork:
             by_kind: dict[object, list[int]] = {}
             for index in indices:
-                own = trained.shares[index], trained.adapters.get(index, ())
-                key = model.get_layer_kind(index), model.get_attention_window(index), own
-                by_kind.setdefault(key, []).append(index)
+                by_kind.setdefault(of_layer[index], []).append(index)
             for kind, (first, *_) in by_kind.items():
                 if kind not in kinds:
                     kinds[kind] = self.cost_model.predict_layer_seconds(first)
             return sum_pass_work([multiply_pass_work(kinds[kind], len(same)) for kind, same in by_kind.items()])
 
         return sum_layer_work
+
+    def _list_layer_kinds(self) -> list[int]:
+        """Return a number for each layer, MTP layers included, that is equal for layers with equal work."""
+        if ("kinds",) not in self.known:
+            numbers: dict[object, int] = {}
+            kinds = []
+            for index in range(self.model.num_layers + self.model.mtp_layers):
+                own = self.trained.shares[index], self.trained.adapters.get(index, ())
+                key = self.model.get_layer_kind(index), self.model.get_attention_window(index), own
+                kinds.append(numbers.setdefault(key, len(numbers)))
+            self.known["kinds",] = kinds
+        found: list[int] = self.known["kinds",]
+        return found
 
     def predict_stage_seconds(self) -> list[PassWork]:
         """Return the seconds by kind of work that one micro-batch takes in each pipeline stage."""
@@ -216,14 +236,32 @@ class PlannedRun:
             ]
         )
 
-    def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
-        """Estimate the minimum seconds of a step as if all stages and ranks were equal.
+    def predict_part_seconds(self) -> list[float]:
+        """Return the seconds that one micro-batch takes in the embedding, in each layer, and in head and MTP layers."""
+        model, cost_model, kinds = self.model, self.cost_model, self._list_layer_kinds()
+        seconds = {kind: _total_seconds(cost_model.predict_layer_seconds(kinds.index(kind))) for kind in {*kinds}}
+        layers = [seconds[kind] for kind in kinds]
+        last = (1 + model.mtp_layers) * _total_seconds(cost_model.predict_head_seconds())
+        first = _total_seconds(cost_model.predict_embedding_seconds())
+        return [first, *layers[: model.num_layers], last + sum(layers[model.num_layers :])]
+
+    def compute_rank_imbalance(self, parts: Sequence[float]) -> float:
+        """Return the work of the busiest pipeline rank / the mean, from the seconds of `predict_part_seconds`."""
+        sums = [0.0, *accumulate(parts[1:-1])]
+        stages = [sums[part.stop] - sums[part.start] if part else 0.0 for part in self.stage_layers]
+        stages[0] += parts[0]
+        stages[-1] += parts[-1]
+        busiest = max(sum(stages[stage] for stage in mine) for mine in self.list_rank_stages())
+        return busiest * self.run.pp / sum(parts)
+
+    def estimate_minimum_seconds(self, work: PassWork | None = None, imbalance: float = 1.0) -> float:
+        """Estimate the minimum seconds of a step as if all stages were equal but for the `imbalance` of ranks.
         The estimate is fast enough for a search over thousands of layouts; `work` is `predict_model_seconds`, if already
         computed for a layout with equal micro-batches.
         """
         work = work or self.predict_model_seconds()
         once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
-        return self._minimum_makespan(work) + sum(once.values())
+        return self._minimum_makespan(work, imbalance) + sum(once.values())
 
     def _make_step_time(self, works: Sequence[PassWork], makespan: float) -> PredictedStepTime:
         """Return the step time and its parts for a makespan."""
@@ -252,16 +290,26 @@ class PlannedRun:
         further = (run.microbatches - schedule.microbatches) * run.virtual_stages  # each with such a pair
         return sum(hidden) * (1 + further / len(hidden)) if hidden else 0.0
 
-    def _minimum_makespan(self, work: PassWork) -> float:
-        """Return the minimum makespan of all micro-batches if the ranks share the `work` of each evenly."""
+    def _minimum_makespan(self, work: PassWork, imbalance: float = 1.0) -> float:
+        """Return the minimum makespan of all micro-batches if the ranks share the `work` of each evenly, or the busiest has
+        `imbalance` times the mean.
+        """
         run = self.run
         through = sum(cost.forward + cost.inputs for cost in work.values())  # lower bound: latency of one micro-batch
-        total = sum(cost.total for kind, cost in work.items() if kind != "expert" or not run.overlap_expert_exchange)
+        total = sum(cost.total for cost in work.values())
+        if (
+            run.overlap_expert_exchange and "expert" in work
+        ):  # at best in pairs of a forward and a backward, of any layers
+            total -= StageCosts(
+                passes=(PassSeconds(*(sum(costs) for costs in zip(*work.values(), strict=True))),),
+                exchanges=(work["expert"],), hiding=(1.0,), contention=self.cost_model.rates.contention,
+            ).hidden_seconds(PipelineOp("F", 0, 0), PipelineOp("B", 0, 0))  # fmt: skip
         full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, the bubble of a V is half as long
         share = {"zb-h1": 1 / 3, **dict.fromkeys(V_SHAPED, 1 / 6 if full else 1 / 3)}.get(
             run.schedule, 1 / run.virtual_stages
         )
-        return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
+        # the busiest rank works all the time but waits for a part of one micro-batch of the others
+        return max(through, (run.microbatches * imbalance + (run.pp - imbalance) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
         """Return the costs of the pipeline operations of each stage.
@@ -365,19 +413,34 @@ class PlannedRun:
 
     def _held_parameters(self, rank: int, count: ParameterCounts) -> list[tuple[float, int, int]]:
         """Return (parameters, data ranks, rank stride) of the dense weights and of the experts on a pipeline rank."""
-        run = self.run
-        stages = self.list_rank_stages()[rank]
-        layers = [count.layers[index] for stage in stages for index in self.stage_layers[stage]]
-        ends = count.embedding / run.tp if 0 in stages else 0.0
-        if len(self.stage_layers) - 1 in stages:
-            layers += count.layers[self.model.num_layers :]
-            ends += max(count.head, 0 if 0 in stages else count.embedding) / run.tp
-        block = run.ep * run.expert_tp
-        dense = sum(layer.split / run.tp + layer.whole for layer in layers) + ends
-        experts = sum(layer.experts for layer in layers) / block
-        found = [(dense, run.dp * run.cp, run.tp)]
+        run, block = self.run, self.run.ep * self.run.expert_tp
+        split, whole, experts = self._sum_held_parameters(rank, count)
+        found = [(split / run.tp + whole, run.dp * run.cp, run.tp)]
         mixed = self.count.routed_experts > 0
-        return [*found, (experts, max(1, run.dp * run.cp * run.tp // block), block)] if mixed else found
+        return [*found, (experts / block, max(1, run.dp * run.cp * run.tp // block), block)] if mixed else found
+
+    def _sum_held_parameters(self, rank: int, count: ParameterCounts) -> tuple[int, int, int]:
+        """Return the parameters of a pipeline rank that tensor ranks split, that they hold whole, and of all its experts."""
+        run = self.run
+        key = rank, count is self.count, run.schedule, run.pp, run.virtual_stages, run.pipeline_layout
+        if key not in self.known:
+            stages = self.list_rank_stages()[rank]
+            layers = [count.layers[index] for stage in stages for index in self.stage_layers[stage]]
+            ends = count.embedding if 0 in stages else 0
+            if len(self.stage_layers) - 1 in stages:
+                layers += count.layers[self.model.num_layers :]
+                ends += max(count.head, 0 if 0 in stages else count.embedding)
+            split, whole, experts = (
+                sum(getattr(each, name) for each in layers) for name in ("split", "whole", "experts")
+            )
+            self.known[key] = split + ends, whole, experts
+        found: tuple[int, int, int] = self.known[key]
+        return found
+
+
+def _total_seconds(work: PassWork) -> float:
+    """Return the seconds of all kinds of work."""
+    return sum(cost.total for cost in work.values())
 
 
 def predict_step_time(

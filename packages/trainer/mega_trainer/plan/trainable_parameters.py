@@ -51,9 +51,7 @@ class TrainableParameters:
         return cls(count_parameters_by_layer(model, moving), shares, head in moving, adapters)
 
     def extra_flops(self, model: ModelConfig, whole: ParameterCounts) -> float:
-        """Return the additional FLOPs per token of partial training compared to full training.
-        They are GEMMs of adapters, minus weight gradients of frozen weights; the number may be negative.
-        """
+        """Return the FLOPs per token that adapters add, minus those that frozen weights save; it may be negative."""
         active = [layer.total - layer.experts * (1 - whole.top_k / whole.num_experts) for layer in whole.layers]
         frozen = sum((1 - share) * each for share, each in zip(self.shares, active, strict=True))
         frozen += (not self.head) * model.vocab_size * model.embedding_width

@@ -18,6 +18,7 @@ class TrainingLayout:
 
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
+        document_length: tokens of the documents of a packed sample that do not attend to each other; None: one document.
         micro_batch: samples of a micro-batch.
         tp_comm_overlap: GEMMs of tensor-parallel layers overlap with their collectives piece by piece.
         microbatches: micro-batches of a step, per data-parallel rank.
@@ -82,6 +83,7 @@ class TrainingLayout:
     ema: bool = False
     device: Literal["gpu", "cpu"] = "gpu"
     target_length: int | None = None
+    document_length: int | None = None
     extensions: tuple[str, ...] = ()
 
     @property

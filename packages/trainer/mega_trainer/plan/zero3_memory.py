@@ -95,7 +95,7 @@ class Zero3StageMemory:
 
     @property
     def weight_half_bytes(self) -> int:
-        """Bytes in the weight half of a split backward: a unit's gradients, and those in its reduce-scatter buffer."""
+        """Bytes of deferred weight gradients of a ZeRO-3 unit and their reduce-scatter buffer; 0 if none are deferred."""
         if not (self.run.is_zero3_sharded and self.run.defers_wgrads):
             return 0
         sent = max(self.trainable_unit, self.trainable_ends)

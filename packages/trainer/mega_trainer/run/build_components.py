@@ -33,7 +33,7 @@ from mega_trainer.kernels.backend_choice import (
 from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
-from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, Nvfp4Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
@@ -111,8 +111,7 @@ def build_expert_dispatcher(
     leaves: FusibleFunctionCompiler,
     interleaver: PassInterleaver | None = None,
 ) -> ExpertDispatcher | None:
-    """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
-    Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
+    """Return the configured expert dispatcher, such as DeepEP's; None: default all-to-all, or no expert parallelism.
     An `interleaver` runs another pass before a wait of DeepEP's exchange.
     """
     moe, parallel = config.model.moe, config.parallel
@@ -313,11 +312,15 @@ def make_fp8_kernels(
             torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None
         )
     recipe, wide = config.fp8.recipe, config.fp8.uses_e5m2_gradients
-    kernels: Kernels = (
-        TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
-        if config.kernels.linear == "te"
-        else Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
-    )
+    kernels: Kernels
+    if config.kernels.linear == "te":
+        kernels = TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
+    elif recipe != "nvfp4":
+        kernels = Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
+    elif device.type == "cuda":
+        raise ConfigError("fp8.recipe = nvfp4 requires Transformer Engine on a GPU", hint="set kernels.linear=te")
+    else:
+        kernels = Nvfp4Kernels(leaves)
     return dict.fromkeys(config.fp8.fp8_layer_range(config.model.num_layers), kernels)
 
 
@@ -358,7 +361,7 @@ def build_optimizer(
 
 
 def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
-    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    """Return the elementwise optimizer of a run: Lion, SGD or an extension's; None for all others."""
     settings = config.optimizer
     if settings.name == "lion":
         return LionUpdate(settings.betas)
@@ -430,9 +433,7 @@ def get_compute_dtype(config: RunConfig) -> torch.dtype:
 
 
 def get_gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced over data ranks, or None.
-    None means to reduce them in the dtype in which they are kept.
-    """
+    """Return the dtype in which gradients are reduced over data ranks; None: that in which they are kept."""
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 
 

@@ -55,9 +55,7 @@ def format_trained_share(config: RunConfig) -> str:
 
 
 def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
-    """Return the seconds of a step that `mega plan` predicts for the run's machine, or None.
-    It is None for an unknown machine or a growing batch.
-    """
+    """Log and return the predicted seconds of a step, or return None for an unknown machine or a growing batch."""
     name = detect_machine(config)
     if name is None or config.batch.rampup is not None or config.batch.stages:
         return None

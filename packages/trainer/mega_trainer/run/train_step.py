@@ -39,7 +39,7 @@ class StepHooks:
         return sums
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars that are summed over all ranks with the loss; called just before the all-reduce."""
+        """Return this rank's scalars to be summed over all ranks with the loss; called just before the all-reduce."""
         return StepScalars()
 
     def accepts_loss(self, loss: float) -> bool:
@@ -193,9 +193,8 @@ def evaluate_losses(
 
 @torch.no_grad()
 def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
-    """Return the validation metrics under their metrics.jsonl names.
-    They are mean loss and objective metrics over the first `eval_steps` global batches of `data`, the same batches at
-    every call.
+    """Evaluate the loss and objective metrics on the first `eval_steps` global batches of `data`; return them by name.
+    The names are those in metrics.jsonl; the batches are the same at every call.
     """
     config, executor, objective = context.state.config, context.executor, context.valid_objective
     batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)

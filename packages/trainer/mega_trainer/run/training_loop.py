@@ -272,9 +272,7 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption, and return whether the run's policies allow an update.
-        The check is just before the update; the policies for non-finite losses and loss spikes apply to this loss.
-        """
+        """Check tensors for silent corruption, and return whether the policy for loss spikes allows an update."""
         self.integrity.check_unchanged_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)
 

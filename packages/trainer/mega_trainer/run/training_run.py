@@ -179,7 +179,7 @@ def begin_run_records(
     tokenizer: Tokenizer | None,
     loading_seconds: float,
 ) -> None:
-    """Make the run's folder, log the size of the run and record its start."""
+    """Make the run's folder and record the run's start on rank 0, and log the size of the run."""
     if ranks.rank == 0:
         make_run_folder(state.config, tokenizer)
     log_run_size(state, groups.world.size)
@@ -198,9 +198,7 @@ def generate_with_gathered_weights(
 
 
 def train_with_rollbacks(context: TrainingContext) -> str | None:
-    """Run the training loop, and again after each rollback to a checkpoint.
-    Return the reason for an early stop, else None.
-    """
+    """Run the training loop, again after each rollback; return the reason for an early stop, else None."""
     while True:
         try:
             return run_training_loop(context)

@@ -50,7 +50,7 @@ def select_tensor_slice(tensor: Tensor, box: TensorBox) -> Tensor:
 
 
 def compute_relative_tensor_errors(mine: NamedTensors, reference: NamedTensors) -> dict[str, float]:
-    """Return the largest error of each tensor's boxes, relative to the largest element of the reference's tensor."""
+    """Return by tensor the largest error of this rank's slices, relative to the reference's largest element."""
     wholes = {name: assemble_tensor(held).double() for name, held in reference.items()}
     scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
     largest: dict[str, float] = {}
@@ -78,7 +78,7 @@ def nan_as_infinity(error: float) -> float:
 
 
 def largest_error(mine: NamedTensors, reference: NamedTensors) -> float:
-    """Return the largest of the tensor errors that `compute_relative_tensor_errors` returned."""
+    """Return the largest relative error of all tensors, as `compute_relative_tensor_errors` measures it."""
     return max(compute_relative_tensor_errors(mine, reference).values(), default=0.0)
 
 
@@ -98,13 +98,13 @@ def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def list_held_tensor_slices(outcome: CaseOutcome) -> BoxesByName:
-    """Return the slices of each tensor that this rank holds."""
+    """Return the offset and shape of each slice that this rank holds of weights, state and gradients, by name."""
     held = {**outcome.tensors, **{f"gradients/{name}": held for name, held in outcome.gradients.items()}}
     return {name: [(box.offset, tuple(box.tensor.shape)) for box in it.boxes] for name, it in held.items()}
 
 
 def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of tensors that the ranks together do not hold completely, and of tensors that one process does not have."""
+    """Return names of tensors that all ranks together do not hold completely, or that `shapes` does not have."""
     held = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
     strange = []
     for rank in ranks:
@@ -128,7 +128,7 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """Findings of all ranks about a tested layout: the largest error of each kind, and tensors that no rank holds.
+    """Findings of all ranks about a tested layout: largest error of each kind, and tensors not held completely.
 
     Attributes:
         failure: of ranks that raised an error or waited for each other; no errors are known then.
@@ -145,7 +145,7 @@ class CaseVerdict:
         return math.inf if self.failure else max(self.errors.values(), default=0.0)
 
     def describe_problem(self, tolerance: float) -> str:
-        """Return the tested layout and its errors above `tolerance`, missing tensors or failure as text; "" if there are none."""
+        """Return the tested layout and its problems by `describe_errors` as text; "" if there are none."""
         errors = self.describe_errors(tolerance)
         return f"{self.case}: {errors}" if errors else ""
 
@@ -163,7 +163,7 @@ def compare_cases_with_one_process(
     device: torch.device = CPU,
     context: ContextFactory = nullcontext,
 ) -> Iterator[RankFindings | None]:
-    """Yield this rank's findings of every case in turn, each by the first ranks that it needs. A collective call.
+    """Train each case on its first ranks; yield this rank's findings against one process, or None if not needed.
 
     Args:
         context: makes the context of each case, but not of one process, for a bug that is planted on purpose.
@@ -179,9 +179,9 @@ def compare_cases_with_outcomes(
     device: torch.device = CPU,
     context: ContextFactory = nullcontext,
 ) -> Iterator[RankFindings | None]:
-    """Yield this rank's findings of every case in turn against given results of one process. A collective call.
+    """Yield this rank's findings of each case against given results of one process, or None if it is not needed.
 
-    The findings of a rank that a case does not need are None.
+    A collective call.
     """
     (rank, _), maker = get_rank_and_world(), make_case_process_groups(cases)
     for case in cases:

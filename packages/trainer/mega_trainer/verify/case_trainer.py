@@ -67,7 +67,7 @@ class CaseOutcome:
 
 @dataclass
 class CaseTrainer:
-    """Components of a run of one case on this rank, with random weights, and its batches."""
+    """Trainer of one tested layout on this rank: components of a run with random weights, and its batches."""
 
     case: LayoutCase
     config: RunConfig
@@ -195,7 +195,7 @@ class SingleProcessOutcomes:
         self._made = dict(zip(work, train_cases_in_one_process(list(work.values()), batches, device), strict=True))
 
     def get_outcome(self, case: LayoutCase, steps: int = STEPS) -> CaseOutcome:
-        """Return the results of `case` in one process."""
+        """Return the results of training the model of `case` in one process for `steps` steps."""
         return self._made[_outcome_key(case, steps)]
 
 

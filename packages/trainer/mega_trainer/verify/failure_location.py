@@ -269,7 +269,7 @@ class _ActivationRecorder:
 
 
 def compare_activations(reference: StepRecord, ranks: Sequence[StepRecord]) -> TensorDifference | None:
-    """Return the first activation of some ranks, in the order of the forward pass, that differs from the reference."""
+    """Return the first activation in the order of the forward pass that differs from the reference, or None."""
     for name, whole in reference.activations.items():
         if not whole:
             continue

@@ -32,7 +32,7 @@ OFFLOADS: list[dict[str, Any]] = [{}, {}, {"activations": 1, "min_bytes": 0}]
 
 @dataclass(frozen=True, eq=False)
 class LayoutCase:
-    """Model trained in one layout.
+    """Model trained in one parallel layout, as a case of a verification.
 
     Attributes:
         model: fields of a `ModelConfig`.

@@ -61,11 +61,13 @@ def describe_rank_error(error: Exception) -> str:
     text = str(error).split("\n\nThe above exception")[0].strip().splitlines()
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', "\n".join(text))
     where = [frame for frame in frames if "/torch/" not in frame[0]]
-    return text[-1].strip() + (f" (in {where[-1][2]}, {where[-1][0]}:{where[-1][1]})" if where else "")
+    own = [frame for frame in where if not re.search("/(mega_[a-z]+|site-packages|python3[.0-9]*)/", frame[0])]
+    called = "".join(f", called from {file}:{line}" for file, line, _ in own[-1:] if own[-1] != where[-1])
+    return text[-1].strip() + (f" (in {where[-1][2]}, {where[-1][0]}:{where[-1][1]}{called})" if where else "")
 
 
 def compute_error_tolerance(verdict: CaseVerdict) -> float:
-    """Return the largest error that rounding explains in a tested layout: `TOLERANCE`, or more for a model that magnifies it.
+    """Return the largest error that rounding explains in a tested layout, at least `TOLERANCE`.
 
     The error of other micro-batches in one process shows by how much a model magnifies rounding within the steps of the case.
     A layout sums over ranks, so it rounds more often, and may be `AMPLIFICATION` times as far off.

@@ -38,7 +38,7 @@ SPOILED = 3.0  # value of all tensors before a restore, so that what it leaves o
 
 @dataclass(frozen=True)
 class RestoreFindings:
-    """Findings of one rank about a checkpoint of one layout, restored in another.
+    """Findings of one rank after restoring a checkpoint in another layout: differing tensors, errors of later steps.
 
     Attributes:
         differing: tensors that are not, bit by bit, those that were saved.
@@ -64,9 +64,9 @@ def restore_in_other_layouts(
     folder: Path,
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> Iterator[RestoreFindings | None]:
-    """Yield this rank's findings about checkpoints saved in one layout and restored in another. A collective call.
+    """Yield this rank's findings of each checkpoint that is restored in another layout, or None if it is not needed.
 
-    Each pair trains in its first layout, saves, restores in the second, and trains on.
+    Each pair trains in its first layout, saves, restores in the second, and trains on. A collective call.
 
     Args:
         folder: for the checkpoints.
@@ -116,7 +116,7 @@ def save_case_checkpoint(trainer: CaseTrainer, maker: ProcessGroupCache, folder:
 
 
 def hide_checkpoint_progress_bars() -> AbstractContextManager[Any]:
-    """Return a context without the progress bars of saves and loads, of which a verification makes many."""
+    """Return a context that discards stderr, where saves and loads print progress bars."""
     return redirect_stderr(io.StringIO())
 
 
@@ -129,7 +129,7 @@ def overwrite_training_state(trainer: CaseTrainer) -> None:
 
 
 def add_rank_zero_group(maker: ProcessGroupCache) -> ProcessGroupCache:
-    """Add a group of rank 0 alone: to the checkpoint store, no group means the whole world."""
+    """Add a process group of rank 0 alone, since to the checkpoint store no group means the whole world."""
     maker.groups_by_ranks[(0,)] = dist.new_group([0])
     return maker
 

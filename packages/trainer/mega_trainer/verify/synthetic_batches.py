@@ -16,7 +16,7 @@ from mega_trainer.config.run_config import RunConfig
 
 
 def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
-    """Return the samples of data rank `rank` of `ranks` in a step.
+    """Return random samples of data rank `rank` of `ranks` data ranks for one step.
 
     Tokens are random, documents have uneven lengths, and labels uneven loss weights.
 
@@ -55,7 +55,7 @@ def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, cl
 
 
 def draw_sample_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig) -> SampleImages | None:
-    """Draw up to two images somewhere in a sample, the first one possibly truncated; `tokens` get the placeholders.
+    """Draw none (None), one or two images in a sample, the first possibly truncated; write placeholders to `tokens`.
 
     Images in tiles or at native resolution have several sizes, and so different numbers of placeholders.
     """

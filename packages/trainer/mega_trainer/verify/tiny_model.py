@@ -127,6 +127,16 @@ class TinyModelRun:
         return {**fields, "rank": min(lora.rank, 4)}
 
 
+def list_chunked_mixers(config: RunConfig) -> list[str]:
+    """Return the names of the recurrent mixers of extensions with an option `chunk_size`: tokens computed at once."""
+    entries = config.registry.entries("mixers")
+    return [
+        name
+        for name, block in config.model.mixers.items()
+        if block.declares and block.declares.recurrent and "chunk_size" in entries[name].options.model_fields
+    ]
+
+
 def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
     if config.model.score:
@@ -139,11 +149,11 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
         yield f"The rounding of {config.precision} is left out: layouts are compared in fp64, precisions in bf16."
-    recurrent = [name for name, block in config.model.mixers.items() if block.declares and block.declares.recurrent]
-    if recurrent:
+    recurrent = {name for name, block in config.model.mixers.items() if block.declares and block.declares.recurrent}
+    if unchunked := sorted(recurrent - set(list_chunked_mixers(config))):
         yield (
-            f"Recurrent mixers of extensions ({', '.join(recurrent)}) are compared with single tokens in generation, not in "
-            "gradients, as the option with their chunk size is not declared."
+            f"Gradients of the recurrent mixers {', '.join(unchunked)} are not compared token by token: they have no option "
+            "chunk_size; generation compares their outputs."
         )
     if config.parallel.dispatch != "alltoall":
         yield f"Experts are dispatched by all-to-all, as {config.parallel.dispatch} requires GPUs."

@@ -45,7 +45,7 @@ from mega_trainer.verify.local_examination import (
     verify_layout_cases,
 )
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
-from mega_trainer.verify.tiny_model import TinyModelRun
+from mega_trainer.verify.tiny_model import TinyModelRun, list_chunked_mixers
 
 MOST_RANKS = 8
 CANDIDATES = 300  # legal layouts that a covering is chosen from
@@ -223,6 +223,11 @@ class Verification:
                 stepwise = {**model, section: {**model[section], "chunk_size": 1}}
                 name = f"{section}: token by token against chunks of {model[section]['chunk_size']}"
                 found.append(("chunk size", name, replace(first, model=stepwise), first))
+        for name in list_chunked_mixers(self._tiny.config):
+            stepwise = {**model, "mixers": {**model["mixers"], name: {**model["mixers"][name], "chunk_size": 1}}}
+            found.append(
+                ("chunk size", f"{name}: token by token against chunks", replace(first, model=stepwise), first)
+            )
         return found
 
     def _check_single_process(self) -> Iterator[VerifyCheckRow]:
@@ -231,7 +236,7 @@ class Verification:
         Raises:
             ConfigError: when one process cannot train the tiny model.
         """
-        pairs, begin = self._single_pairs, time.monotonic()
+        pairs, begin, done = self._single_pairs, time.monotonic(), 0
         work = [(case, reference) for _, _, case, reference in pairs]
         try:
             for (check, name, case, _), (found,) in zip(
@@ -248,9 +253,10 @@ class Verification:
                 yield VerifyCheckRow(
                     check, name, 1, verdict.errors[kind], bounds[kind], ", ".join(wrong), time.monotonic() - begin
                 )
-                begin = time.monotonic()
+                begin, done = time.monotonic(), done + 1
         except (RankError, TimeoutError) as error:
-            raise ConfigError(f"one process cannot train the tiny model: {describe_rank_error(error)}") from error
+            text = f"one process cannot train the tiny model ({pairs[done][1]}): {describe_rank_error(error)}"
+            raise ConfigError(text) from error
 
     def _check_kernels(self) -> Iterator[VerifyCheckRow]:
         """Yield the comparison of each kernel of an extension with mega's."""
@@ -370,7 +376,7 @@ def compare_case_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterat
 
 
 def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
-    """Return a layout to test with the tiny model."""
+    """Return the case of a layout with the tiny model of at least `layers` layers; `fields` override the run's."""
     model = tiny.model_fields(layers)
     own = tiny.case_fields()
     if "attention_dropout" in model and fields.get("parallel", {}).get("cp", 1) > 1 and model.get("encoder"):
@@ -379,7 +385,7 @@ def make_tiny_layout_case(tiny: TinyModelRun, layers: int, ranks: int, **fields:
 
 
 def count_stable_steps(tiny: TinyModelRun, layers: int) -> int:
-    """Return the number of steps whose errors are distinct from rounding.
+    """Return the number of steps to compare: 1 for many delta-rule layers, else `STEPS`.
 
     Many layers with delta rules magnify rounding by forty in each step.
     """
@@ -432,7 +438,7 @@ def _splits_context(case: LayoutCase) -> bool:
 
 
 def sample_layout_case(tiny: TinyModelRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
-    """Draw what a layout leaves open: batch, uneven stages, recomputation, offload and buckets."""
+    """Return the case of a layout with a random batch, uneven stages, recomputation, offload and buckets."""
     layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
     chosen = fields["parallel"]

@@ -37,8 +37,8 @@ PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from
 
 @dataclass(frozen=True)
 class ImagePartition:
-    """Partition of a micro-batch's images of any size among ranks.
-    Each share is contiguous; they are balanced by features (merged patches) as far as whole images allow.
+    """Partition of a micro-batch's images among ranks, in contiguous shares of about equally many features.
+    Features are merged patches; images are whole.
 
     Every rank has the same number of features, padded, and at least one: if one rank has a gradient of the vision encoder,
     all ranks must.
@@ -210,8 +210,8 @@ class NativeVisionEncoder(nn.Module):
         self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
 
     def forward(self, partition: ImagePartition, device: torch.device) -> list[Tensor]:
-        """Encode this rank's P patches of the images in `partition` to features [P, C], with C the encoder's width.
-        The features are of the last layer, followed by those of the DeepStack layers.
+        """Encode this rank's P patches to features [P, C], of the last layer and then of the DeepStack layers.
+        C is the encoder's width.
         """
         rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
         context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)

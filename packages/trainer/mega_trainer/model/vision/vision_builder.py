@@ -32,7 +32,7 @@ class VisionLayerBuilder(LayerBuilder):
 
     @classmethod
     def from_layer_builder(cls, build: LayerBuilder, prefix: str) -> VisionLayerBuilder:
-        """Return the builder of a model's vision encoder from the model's layer builder.
+        """Return the builder of the vision encoder's (or projector's) layers, from the language model's builder.
         The names of its parameters begin with `prefix`.
         """
         tower, groups = build.config.vision_encoder_config, build.groups

@@ -43,7 +43,9 @@ class _FullAttention:
 
 
 class VisionEncoder(nn.Module):
-    """Vision encoder: patches of images to the output of one of its layers. Later layers are loaded but not computed."""
+    """Vision encoder from image patches to the output of one of its layers; later layers are not computed.
+    They are loaded, as checkpoints contain them.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class VisionEncoder(nn.Module):
         self.norm = own.build_residual_norm("model.norm")
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map images [n, 3, H, W] to features [n, P, C], one for each of P patches."""
+        """Map images [n, 3, H, W] to features [n, P, C] of patches, and with `feature_class` of the class token."""
         vision, context = self.config, ForwardContext(_FullAttention())
         x: Tensor = self.patches(cut_image_patches(pixels, vision.patch_size))
         if self.first is not None:
@@ -95,8 +97,8 @@ class MlpProjector(nn.Module):
         self.newline = own.build_replicated("model.newline", (width,), std=width**-0.5) if lines else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map vision features [n, P, C] of n images to the language model's width, [n, P / pool^2, D].
-        Features of image tiles are mapped to [n, P + 1, D], with an end-of-line feature.
+        """Map vision features to the language model's width, and append a newline feature to those of a tile.
+        [n, P, C] of n images -> [n, P / pool^2, D], or of image tiles -> [n, P + 1, D].
         """
         y: Tensor = self.out(apply_ungated_activation(self.into(pool_features(features, self.pool)), self.activation))
         return y if self.newline is None else torch.cat([y, self.newline.expand(len(y), 1, -1)], 1)
@@ -170,8 +172,8 @@ class ImageEmbedder(nn.Module):
         return images.rows[:, local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)]
 
     def forward(self, images: BatchImages, device: torch.device) -> Tensor:
-        """Return the concatenated features of all images: [n P, D], with DeepStack [n P, (1 + L) D].
-        A collective call of the ranks that share them.
+        """Return the features of all images, [n P, D] or with DeepStack [n P, (1 + L) D]; a collective call.
+        All ranks that share the images must call.
         """
         rank, ranks = get_combined_rank_and_size((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, TransformersVisionModule):

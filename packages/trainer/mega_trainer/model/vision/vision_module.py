@@ -37,7 +37,7 @@ STD = 0.02  # of random weights; fine-tuning reads all of them
 
 
 class ModuleImagePartition(ImagePartition):
-    """Partition of images among ranks, whose features come in the order of the module."""
+    """Partition of images among ranks, whose features come in the order of a vision module of transformers."""
 
     @cached_property
     def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
@@ -83,7 +83,7 @@ class TransformersVisionModule(nn.Module):
             self._move_buffers(build.device)
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-        """Yield the module's persistent buffers, which checkpoints contain, with their positions in canonical tensors."""
+        """Yield the module's persistent buffers, which checkpoints contain, with their canonical positions."""
         parameters = dict(self.module.named_parameters())
         for name, value in list_module_tensors(self.module).items():
             if name not in parameters:
