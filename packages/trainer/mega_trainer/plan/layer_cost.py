@@ -550,6 +550,11 @@ class LayerCostModel:
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
         three = forward + inputs + (weights if self.trained.head else 0.0)
+        if altup := self.model.altup:  # projections to and from the streams
+            others = self._gemm(
+                self.micro_batch_tokens, 2 * (altup.streams - 1) * self.model.hidden_size, self.model.hidden_size
+            )
+            three += others.total / (self.run.tp if self.run.sp else 1)
         each = self.profile.loss_bytes or HEAD_BYTES * self.profile.passes
         moved = each * self.micro_batch_tokens * rows / self.rates.memory
         return {"head": PassSeconds(three + moved)}
