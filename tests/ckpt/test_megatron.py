@@ -748,8 +748,8 @@ NOT_MEGA: dict[str, dict[str, Any]] = {
     "with learned positions": {**FLAT, "position_embedding_type": "learned_absolute"},
     "requires moe_router_pre_softmax": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "moe_router_score_function must be softmax or sigmoid": {**SPARSE, "moe_router_score_function": "sqrtsoftplus"},
-    "use_mup = True": {"use_mup": True},
-    "mtp_use_repeated_layer = True is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "use_mup = true": {"use_mup": True},
+    "mtp_use_repeated_layer = true is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "mtp_num_layers = 1099511627776 must be from 0": {**SPARSE, "mtp_num_layers": 1 << 40},
     r"window_attn_skip_freq = \[1, 0, 1, 0\] conflicts with 5 layers": {
         "window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0], "mtp_num_layers": 1,

@@ -36,6 +36,7 @@ from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, Megatr
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import LETTERS, NORM_EPS, MambaConfig, build_hybrid_pattern, build_mamba_section
 from mega_common.model_config import ModelConfig
+from mega_common.strict_config import format_setting_value
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ def _list_differences(one: ConfigDict, other: ConfigDict) -> list[str]:
         if isinstance(value, dict) and isinstance(other[name], dict):
             out += [f"{name}.{text}" for text in _list_differences(value, other[name])]
         elif value != other[name]:
-            out.append(f"{name} = {value!r}")
+            out.append(f"{name} = {format_setting_value(value)}")
     return out
 
 
