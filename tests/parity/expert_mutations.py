@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -420,7 +421,9 @@ def _keys_detached() -> AbstractContextManager[Any]:
     real = shared_key_values.SharedKeyValueAttention.forward
 
     def forward(self: Any, x: Tensor, context: Any) -> Tensor:
-        kept = {window: (layer, k.detach(), v.detach()) for window, (layer, k, v) in context.key_values.items()}
+        kept = UserDict(
+            {window: (layer, k.detach(), v.detach()) for window, (layer, k, v) in context.key_values.items()}
+        )
         return real(self, x, replace(context, key_values=kept))
 
     return swap(shared_key_values.SharedKeyValueAttention, "forward", forward)

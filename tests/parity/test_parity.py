@@ -119,6 +119,9 @@ def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(ev
     ]
     longer, stages = {**SHARED_KEYS, "full_attention_layers": [1, 3, 5, 7]}, {"pp": 2, "virtual_stages": 2, "zero": 2}
     cases.append(case("gqa", 4, layers=8, parallel=stages, micro=1, variant=longer, steps=1))
+    # the sources of five layers are layers 1 and 2, in two units of FSDP
+    shorter, units = {**SHARED_KEYS, "full_attention_layers": [1, 3]}, {"zero": 3, "zero3_layers": 1}
+    cases.insert(0, case("gqa", 2, layers=5, parallel=units, micro=2, variant=shorter, steps=1))
     cases += [
         case("gqa", ranks, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["gqa"][4], **more)
         for ranks, one, more in shapes

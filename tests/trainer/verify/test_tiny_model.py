@@ -118,7 +118,12 @@ def test_layouts_are_legal_start_with_the_runs_own_and_are_read_back_from_their_
     assert (own["tp"], own["sp"], own["pp"], own["schedule"]) == (2, True, 2, "zb-h1")
     for one in cases:
         again = parse_layout(tiny, one.layout_text)
-        assert (again.layout_text, again.ranks, again.model) == (one.layout_text, one.ranks, one.model)
+        assert (again.layout_text, again.layout, again.ranks, again.model) == (
+            one.layout_text,
+            one.layout,
+            one.ranks,
+            one.model,
+        )
 
 
 def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refused() -> None:

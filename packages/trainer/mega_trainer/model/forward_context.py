@@ -5,6 +5,7 @@ Legend: B batch, S queries, T keys, H query heads, K key/value heads, d size of 
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -265,7 +266,8 @@ class ForwardContext:
     tokens: Tensor | None = None
     images: BatchImages | None = None
     layer_inputs: Sequence[Tensor] | None = None
-    key_values: dict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
+    # no dict: FSDP copies one that has tensors for each unit, so that later layers would miss what a layer adds
+    key_values: UserDict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=UserDict)
 
     def with_attention_chunks(self, size: int, rows: int) -> ForwardContext:
         """Return a copy of the context whose mask limits attention to chunks of `size` tokens of each document.

@@ -11,6 +11,7 @@ Legend: B batch, S sequence, D model width, n residual streams, P width of an in
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class LayerInputDecoder(Decoder):
         """Pass hidden states, followed by the inputs of all layers, through this stage's layers.
         The result has the inputs too, except in the last stage.
         """
-        own = replace(context, key_values={})  # of this forward alone: a step keeps the contexts of its micro-batches
+        own = replace(context, key_values=UserDict())  # of this forward alone: a step keeps those of its micro-batches
         if not self.input_size:
             return super().forward(x, own)
         x, inputs = torch.tensor_split(x, [self.config.stream_width], -1)

@@ -164,8 +164,9 @@ class LayoutCase:
     @property
     def layout_text(self) -> str:
         """Settings that differ from one process, such as `tp=2 sp=True micro=4 batch=8`."""
-        usual = (0, 1, "none", "adamw", "1f1b")
-        used = {key: value for key, value in self.layout.items() if value is True or value not in usual}
+        usual, layout = (0, 1, "none", "adamw", "1f1b"), self.layout
+        used = {key: value for key, value in layout.items() if value is True or value not in usual}
+        used |= {"zero3_layers": layout["zero3_layers"]} if layout.get("zero3_layers") else {}  # 1 is not the default
         used |= {"zero": self.layout["zero"]} if self.layout["dp"] * self.layout["cp"] > 1 else {}
         used |= {"micro": self.micro, "batch": self.batch}
         used |= {"bucket": self.bucket} if self.bucket != LARGE_BUCKET else {}
