@@ -7,6 +7,9 @@ from mega_common.model_presets import load_model_preset
 from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.automatic_layout import choose_parallel_layout
+from mega_trainer.plan.layout_candidates import HIDDEN_EXCHANGE
+from mega_trainer.plan.layout_search import find_best_layouts
+from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides
 
 
@@ -25,6 +28,29 @@ def test_a_run_without_a_layout_has_the_fastest_that_fits() -> None:
     chosen.check_world_size(4)
     assert "4 ranks of h100" in told
     assert "\n" not in told
+
+
+def test_expert_exchanges_are_hidden_only_by_a_search_that_is_asked_for() -> None:
+    experts = {"num_experts": 64, "top_k": 8, "ffn_hidden_size": 4096}
+    model = {
+        "num_layers": 8,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 2048,
+        "num_attention_heads": 4,
+        "vocab_size": 32_000,
+        "max_position": 4096,
+    }
+    fixed = {
+        "batch": {"global": 256, "micro": 1},
+        "recompute": {"kind": "none"},
+        "data": {"train": ["x"], "seq_length": 4096},
+    }
+    config = run(model={**model, "moe": experts}, **fixed)
+    best = find_best_layouts(config, 16, load_machine("h100"), fixed=["batch.micro", "recompute"])[0]
+    assert best.settings[HIDDEN_EXCHANGE]
+    settings, _ = choose_parallel_layout(config, 16, "h100", None)
+    assert settings["parallel.ep"] == 8
+    assert not settings.get(HIDDEN_EXCHANGE)
 
 
 def test_what_a_run_gives_stays() -> None:

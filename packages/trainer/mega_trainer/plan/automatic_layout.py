@@ -7,7 +7,7 @@ from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.layout_candidates import LayoutSettings
+from mega_trainer.plan.layout_candidates import HIDDEN_EXCHANGE, LayoutSettings
 from mega_trainer.plan.layout_search import NoLayoutFitsError, find_best_layouts, format_layout_settings
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings
@@ -23,8 +23,8 @@ def choose_parallel_layout(
     The layout is for `ranks` ranks of a machine.
 
     A resumed run keeps the layout of its `saved` configuration if that is legal on its ranks. Otherwise the layout is the best
-    result of `mega plan --search`, which is deterministic and equal on all ranks. If no layout fits by prediction, nothing is
-    set, as the prediction may be too high.
+    result of `mega plan --search` without hidden expert exchanges, which no GPU has run yet. The search is deterministic and
+    equal on all ranks. If no layout fits by prediction, nothing is set, as the prediction may be too high.
 
     Raises:
         ConfigError: for an unknown machine.
@@ -35,7 +35,7 @@ def choose_parallel_layout(
         if _is_legal(config, kept, ranks):
             return kept, f"run.yaml has no section `parallel`; layout of the checkpoint: {format_layout_settings(kept)}"
     try:
-        best = find_best_layouts(config, ranks, load_machine(machine), fixed=given)[0]
+        best = find_best_layouts(config, ranks, load_machine(machine), fixed=[*given, HIDDEN_EXCHANGE])[0]
     except NoLayoutFitsError as error:
         return {}, f"run.yaml has no section `parallel`, and {error.message}; using data parallelism only"
     return best.settings, (

@@ -22,6 +22,7 @@ LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 ZERO_CHOICES: tuple[tuple[int, Literal["micro_batch", "step"]], ...] = (
     (0, "micro_batch"), (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
 )  # fmt: skip
+HIDDEN_EXCHANGE = "parallel.overlap_expert_exchange"
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
@@ -81,7 +82,7 @@ def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
         "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
         "parallel.zero3_shard": None, "parallel.zero3_layers": None,
-        "parallel.overlap_expert_exchange": run.overlap_expert_exchange,
+        HIDDEN_EXCHANGE: run.overlap_expert_exchange,
         "parallel.zero3_gather": run.zero3_gather if run.zero == 3 else None, "batch.micro": run.micro_batch,
         "recompute": {"kind": run.recompute}, "offload.activations": 0,
     }  # fmt: skip

@@ -26,6 +26,7 @@ from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
+    HIDDEN_EXCHANGE,
     LayoutSettings,
     RoughMemoryEstimate,
     generate_layout_candidates,
@@ -292,7 +293,8 @@ def _time_candidates(
 ) -> Iterator[_TimedCandidate]:  # fmt: skip
     """Yield the candidates that may fit, with their minimum time."""
     timer = _CandidateTimer(config, machine, count, like)
-    given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
+    hides = config.parallel.overlap_expert_exchange
+    given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}, HIDDEN_EXCHANGE: hides}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
     levels = (1, 2, 3) if like is None else like.zero
