@@ -327,6 +327,13 @@ def test_latest_and_committed_see_complete_ones_only(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [folders[0], folders[2], folders[1]]
 
 
+def test_a_newest_checkpoint_whose_manifest_was_removed_is_not_absent(tmp_path: Path) -> None:
+    folder = save_step(tmp_path, 3, some_tensors(3))
+    (folder / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=f"{folder.name}(.|\n)*move {folder.name} elsewhere"):
+        latest_checkpoint(tmp_path)
+
+
 def test_a_newest_checkpoint_that_cannot_be_read_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (save_step(tmp_path, step, {}) for step in (1, 2))
     sound = (new / MANIFEST).read_bytes()

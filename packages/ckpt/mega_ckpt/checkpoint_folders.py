@@ -21,7 +21,6 @@ from mega_ckpt.shard_files import HashingFileWriter
 from mega_common.atomic_files import describe_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
-from mega_common.progress_logging import logger
 
 _COMMITTED = re.compile(r"step-(\d{8,18})")
 _REPLACED = re.compile(r"\.step-(\d{8,18})\.replaced-\w+")
@@ -279,6 +278,10 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
+def _has_files(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
 def make_durable_folder(folder: Path) -> None:
     """Create a folder and its parents so that they survive a power failure; CheckpointError if it is a file."""
     if not folder.is_dir():
@@ -300,16 +303,16 @@ def latest_checkpoint(root: Location) -> Location | None:
     """Return the complete checkpoint of the highest step below `root`, or None if there is none.
 
     Raises:
-        CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since
-            that would silently lose steps.
+        CheckpointError: when the latest one cannot be read or is damaged, on a file system also without a manifest. An older
+            one is never used instead, since that would silently lose steps.
     """
     for path in reversed(get_checkpoint_committer(root).list_candidates()):
         try:
             _check_step(path)
-        except NoCheckpointError:  # a folder without a manifest is incomplete or being deleted
-            logger.warning("%s: is no complete checkpoint, as its %s is missing; it is not resumed", path, MANIFEST)
-            continue
         except CheckpointError as error:
+            # an object store has files of an unfinished save in place, a file system never; a run may remove it just now
+            if isinstance(error, NoCheckpointError) and (isinstance(path, RemotePath) or not _has_files(path)):
+                continue
             raise CheckpointError(
                 error.message,
                 hint=f"it is the latest checkpoint in {root}; to resume from an older one, move {path.name} elsewhere",
