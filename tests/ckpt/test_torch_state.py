@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: torch.save({"a": Evil()}, p, _use_new_zipfile_serialization=False), "requires '(posix|os).system'",
     ),
     "is of a trainer": (lambda p: torch.save({"model": {"a": torch.ones(1)}, "step": 3}, p), "must be a state dict of a model"),
-    "is text": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "damaged|not (written by|a file of) torch.save"),
+    "is text": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "is a Git LFS pointer, not the file itself"),
     "is empty": (lambda p: p.write_bytes(b""), "damaged"),
     "is cut off": (lambda p: old_and_cut(p, -3), r"truncated: \d+ bytes instead of \d+"),
     "lacks its storages": (lambda p: old_and_cut(p, -24), "damaged: the length of storage|truncated"),

@@ -336,7 +336,7 @@ class TestHub:
 @pytest.mark.parametrize(
     ("train", "keys", "message"),
     [
-        ("a.jsonl", {"tokenizer": None}, r"tokenizer: is required for raw data \(a\.jsonl\)"),
+        ("a.jsonl", {"tokenizer": None}, r"tokenizer: is required for raw data, and a\.jsonl does not exist"),
         ("a.jsonl", {"kind": "retro"}, r"train\.0\.path = 'a\.jsonl': is not supported with raw data"),
         ([{"path": "a.jsonl", "subset": "de"}], {}, r"train\.0\.subset = 'de': requires a data set of the Hugging"),
         ([{"path": "a.jsonl", "split": "test"}], {}, r"train\.0\.split = 'test': requires a data set of the Hugging"),

@@ -129,7 +129,7 @@ def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
         ({"optimizer": {"options": {"a": 1}}}, "optimizer.options: has no effect with optimizer.name = adamw"),
         ({"lr_schedule": {"name": "flat"}}, "lr_schedule.name = 'flat'"),
         ({"data": {"train": "none", "kind": "mine"}}, "data.kind = 'mine'"),
-        ({"callbacks": {"mine": {}}}, "callbacks.mine = 'mine': must be one that an extension adds"),
+        ({"callbacks": {"mine": {}}}, "callbacks.mine: must be one that an extension adds"),
         ({"model": {**SIZES, "num_layers": 1, "mixers": {"differential": {}}}}, "requires an extension with a "),
         (
             {"extensions": [str(EXAMPLES / "z_loss.py")], "objective": {"kind": "z_loss", "options": {"weigth": 1}}},

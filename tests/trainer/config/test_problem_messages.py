@@ -242,6 +242,8 @@ CASES: list[list[str]] = [
     [*FP8, "fp8.recipe=blockwise", "model.hidden_size=192", "data.seq_length=128"],
     [*FP8, "model.ffn_hidden_size=24"],
     [*FP8, "fp8.recipe=blockwise"],
+    [*FP8, "fp8.recipe=nvfp4", "fp8.format=e4m3"],
+    [*FP8, "fp8.recipe=nvfp4", "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 64}"],
     [*FP8, "parallel.cp=4", "data.seq_length=64"],
 ]  # fmt: skip
 WORLD_CASES: list[tuple[int, list[str]]] = [

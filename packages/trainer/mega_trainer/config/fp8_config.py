@@ -50,7 +50,7 @@ class Fp8Config(StrictConfig):
             yield ConfigProblem("recipe", rule, self.recipe, OTHER_RECIPE)
         if self.recipe == FOUR_BITS and self.format:
             rule = "is not supported with fp8.recipe = nvfp4, whose values are all e2m1"
-            yield ConfigProblem("format", rule, self.format, "remove it")
+            yield ConfigProblem("format", rule, self.format, "remove fp8.format")
 
     @property
     def uses_e5m2_gradients(self) -> bool:

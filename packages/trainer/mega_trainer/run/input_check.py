@@ -38,9 +38,9 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
 
     Args:
         config: a valid configuration.
-        data: check the data sets and the tokenizer too.
+        data: check the data sets, the tokenizer and the weights of the models too.
     """
-    found = [*_path_problems(config), *find_unmatched_patterns(config), *_machine_problems(config)]
+    found = [*_path_problems(config, models=data), *find_unmatched_patterns(config), *_machine_problems(config)]
     return [*found, *(_data_problems(config) if data else ())]
 
 
@@ -90,17 +90,17 @@ def _lora_problems(model: ModelConfig, lora: LoraConfig) -> Iterator[ConfigProbl
             yield ConfigProblem("lora", error.message, None, error.hint or "")
 
 
-def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
+def _path_problems(config: RunConfig, *, models: bool) -> Iterator[ConfigProblem]:
     objective, lora = config.objective, config.lora
-    models: Mapping[str, str | None] = {
+    paths: Mapping[str, str | None] = {
         "init_from": config.init_from,
         "objective.teacher": objective.teacher,
         "objective.reference_model": objective.reference_model,
         "objective.reward_model": objective.reward_model,
     }
-    for key, path in models.items():
+    for key, path in paths.items():
         found = list(_existence_problem(key, path))
-        yield from found or _model_problems(config, key, path)
+        yield from found or (_model_problems(config, key, path) if models else ())
     yield from _existence_problem("checkpoint.load", config.checkpoint.load)
     yield from _existence_problem("lora.init_from", lora.init_from if lora else None)
     yield from _reward_problems(objective.rewards)
