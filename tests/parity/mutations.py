@@ -41,6 +41,7 @@ from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import (
     decoder,
+    input_embeddings,
     latent_attention,
     output_heads,
     parameter_builder,
@@ -426,13 +427,13 @@ def _loss_of_local_logits() -> AbstractContextManager[Any]:
 
 
 def _positions_of_first_part() -> AbstractContextManager[Any]:
-    real = decoder.local_sequence_slice
+    real = input_embeddings.local_sequence_slice
 
     def part(length: int, group: Any, *, sp: bool) -> slice:
         own = real(length, group, sp=sp)
         return slice(0, length // group.size) if sp else own
 
-    return swap(decoder, "local_sequence_slice", part)
+    return swap(input_embeddings, "local_sequence_slice", part)
 
 
 def _computed_again_from_zeros() -> AbstractContextManager[Any]:
