@@ -339,10 +339,14 @@ def _chat_options(
             hint="leave them out, or change --kind",
         )
     if kind == "text":
-        if loss_on or max_length or chat_template or template_option or turn_weights or columns:
+        values = {
+            "--loss-on": loss_on, "--max-length": max_length, "--chat-template": chat_template, "--map": columns,
+            "--template-option": template_option, "--turn-weights": turn_weights,
+        }  # fmt: skip
+        if given := [option for option, value in values.items() if value]:
             raise ConfigError(
-                "--loss-on, --max-length, --chat-template, --template-option, --turn-weights and --map require conversations",
-                hint="add --kind conversations or --kind pairs",
+                f"{' and '.join(given)} conflicts with texts (--kind text)",
+                hint="leave it out; or, if the records are conversations, add --kind conversations or --kind pairs",
             )
         return None
     if kind not in ("conversations", "pairs") and (loss_on or chat_template or template_option or turn_weights):

@@ -54,6 +54,13 @@ _OPTION_SYNONYMS = {
     "--do-sample": {"--temperature"},
     "--max-tokens": {"--max-new-tokens"},
 }
+_ANY_LAYOUT = "Every layout loads every checkpoint: set parallel.tp, pp and so on in run.yaml, and run mega train."
+# Commands of other programs, and what mega has instead of them.
+_COMMAND_HINTS = {
+    **dict.fromkeys(("reshard", "shard", "consolidate", "repartition", "split"), _ANY_LAYOUT),
+    **dict.fromkeys(("export", "merge"), "Use mega ckpt convert --to hf, or mega ckpt merge-adapter for LoRA."),
+    **dict.fromkeys(("finetune", "pretrain", "sft", "dpo", "resume"), "Use mega train run.yaml."),
+}
 
 
 class CommandTree(TyperGroup):
@@ -75,6 +82,8 @@ class CommandTree(TyperGroup):
         except Exception as error:
             if type(error).__name__ == "NoSuchOption":  # of click, which Typer contains from 0.26 on
                 _explain_unknown_option(error)
+            elif type(error).__name__ == "UsageError" and str(error).startswith("No such command"):
+                _explain_unknown_command(error)
             raise
 
 
@@ -87,6 +96,15 @@ def _explain_unknown_option(error: Any) -> None:
         error.message += "; the same command resumes a run" if resumes else "; settings are given as --set KEY=VALUE"
     if meant := _OPTION_SYNONYMS.get(error.option_name, set()) & options:
         error.possibilities = sorted(meant)
+
+
+def _explain_unknown_command(error: Any) -> None:
+    """Add what the user may have meant to click's error for an unknown command."""
+    name, group = error.message.split("'")[1], error.ctx.command if error.ctx else None
+    if hint := _COMMAND_HINTS.get(name):
+        error.message += f" {hint}"
+    elif group and (not difflib.get_close_matches(name, group.commands)):
+        error.message += f" The commands are {', '.join(group.commands)}."
 
 
 def build_typer_app() -> typer.Typer:

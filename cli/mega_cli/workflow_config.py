@@ -16,7 +16,13 @@ from typer.core import TyperGroup
 
 from mega_cli.file_digests import iterate_files_matching_patterns
 from mega_common.errors import ConfigError
-from mega_common.strict_config import ConfigProblem, StrictConfig, apply_config_overrides, load_yaml_mapping
+from mega_common.strict_config import (
+    ConfigProblem,
+    StrictConfig,
+    apply_config_overrides,
+    describe_pydantic_rule,
+    load_yaml_mapping,
+)
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
@@ -230,13 +236,28 @@ def find_command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> 
         )
         return
     options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
-    for word in stage.command_arguments:
-        key = word.removeprefix("--")
-        if word.startswith("--") and word not in options:
-            names = [option.removeprefix("--") for option in options if option.startswith("--")]
-            yield ConfigProblem(
-                f"stages.{name}.with.{key}", f"mega {stage.run} has no such option", hint=suggest_nearest(key, names)
-            )
+    unknown = [word for word in stage.command_arguments if word.startswith("--") and word not in options]
+    names = [option.removeprefix("--") for option in options if option.startswith("--")]
+    for key in (word.removeprefix("--") for word in unknown):
+        yield ConfigProblem(
+            f"stages.{name}.with.{key}", f"mega {stage.run} has no such option", hint=suggest_nearest(key, names)
+        )
+    if unknown:
+        return
+    try:
+        node.make_context(stage.run, list(stage.command_arguments)[len(stage.run.split()) :])
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # errors of click, which Typer contains from 0.26 on, have it
+            raise
+        option = max(getattr(getattr(error, "param", None), "opts", ()) or ("",), key=len)
+        key = f".{option.removeprefix('--')}" if option.startswith("--") else ""
+        missing = type(error).__name__ == "MissingParameter"
+        rule = (
+            f"mega {stage.run} requires {option or error.format_message()}"
+            if missing
+            else describe_pydantic_rule(str(getattr(error, "message", error)))
+        )
+        yield ConfigProblem(f"stages.{name}.with{key}", rule)
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:

@@ -39,13 +39,13 @@ MISSING: list[tuple[list[str], list[str]]] = [
     (["data.tokenizer=nowhere"], ["data.tokenizer = 'nowhere'"]),
     (
         ["data.train=nowhere"],
-        ["data.train.0.path = 'nowhere': must have the files .idx and .bin, found no nowhere.idx and no nowhere.bin"],
+        ["data.train = 'nowhere': must have the files .idx and .bin, found no nowhere.idx and no nowhere.bin"],
     ),
     (
         ["data.train=alone.idx"],
-        ["data.train.0.path = 'alone.idx': must have the files .idx and .bin, found no alone.bin"],
+        ["data.train = 'alone.idx': must have the files .idx and .bin, found no alone.bin"],
     ),
-    (["data.train=none/*"], ["data.train.0.path: none/*: no data set matches"]),
+    (["data.train=none/*"], ["data.train: none/*: no data set matches"]),
     (["data.valid=[corpus, nowhere]", "train.eval_every=1"], ["data.valid.1.path = 'nowhere'"]),
     (["data.image_folder=nowhere"], ["data.image_folder = 'nowhere': must be an existing folder"]),
     (["data.image_folder=file"], ["data.image_folder = 'file': must be a folder, found a file"]),

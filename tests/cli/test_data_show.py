@@ -176,7 +176,7 @@ def test_spans_of_a_run_and_what_tells_them(words: Path) -> None:
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(folder: Path, wrong: str) -> None:
     args = ("--input", folder / "chat.jsonl", "--tokenizer", folder / "tok", "--output", folder / "x")
-    with pytest.raises(ConfigError, match=r"require conversations|conflicts with --append-eod|KEY=VALUE"):
+    with pytest.raises(ConfigError, match=r"conflicts with texts|conflicts with --append-eod|KEY=VALUE"):
         data("preprocess", *args, *wrong.split())
 
 

@@ -70,12 +70,16 @@ stages:
   one: {run: launch, outputs: [a]}
   two: {run: lanch slurm, outputs: [b]}
   three: {run: launch slurm, with: {node: 3}, outputs: [c]}
+  four: {run: data preprocess, with: {input: texts, output: d, tokenizer: t, workers: two}, outputs: [d]}
+  five: {run: data preprocess, with: {input: texts, output: e}, outputs: [e]}
 """,
         names=("thre",),
     )
     assert "stages.one.run = 'launch': requires a subcommand -> one of slurm, kubernetes" in said
     assert "stages.two.run = 'lanch slurm': mega has no command 'lanch' -> did you mean 'launch'?" in said
     assert "stages.three.with.node: mega launch slurm has no such option -> did you mean 'nodes'?" in said
+    assert "stages.four.with.workers: must be a whole number" in said
+    assert "stages.five.with.tokenizer: mega data preprocess requires --tokenizer" in said
     assert "thre: the workflow has no such stage -> did you mean 'three'?" in said
 
 

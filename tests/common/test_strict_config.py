@@ -242,3 +242,13 @@ def test_json_schema_speaks_the_users_names() -> None:
     assert "global" in schema["properties"]
     assert schema["additionalProperties"] is False
     assert schema["required"] == ["model"]
+
+
+def test_null_restores_the_default_of_a_list() -> None:
+    class Lists(StrictConfig):
+        labels: list[str] = ["a"]
+        name: str = "x"
+
+    assert Lists.parse({"labels": None}) == Lists()
+    with pytest.raises(ConfigError, match="name: must be a text"):
+        Lists.parse({"name": None})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mega_common.bounded_parsing import TAG_ERRORS, StrictYamlLoader, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
@@ -30,6 +30,7 @@ class ConfigProblem:
     rule: str
     value: object = None
     hint: str = ""
+    unknown_choice: bool = False  # the value names no known choice, so that rules about it are not meaningful
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {format_setting_value(self.value)}"
@@ -65,7 +66,7 @@ _PYDANTIC_RULES = {
 }
 
 _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of that meaning
-    "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "orpo": "simpo", "chat": "conversations",
+    "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "chat": "conversations",
     "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
 }  # fmt: skip
 _KEY_SYNONYMS = {  # keys of other trainers, and the key of run.yaml of that meaning
@@ -83,6 +84,19 @@ class StrictConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _remove_null_lists(cls, raw: object) -> object:
+        """Remove the keys of lists that are null: `--set data.raw.labels=null` restores the default."""
+        if not isinstance(raw, Mapping) or None not in raw.values():
+            return raw
+        lists = {
+            field.alias or name
+            for name, field in cls.model_fields.items()
+            if isinstance(field.get_default(call_default_factory=True), list | tuple)
+        }
+        return {key: value for key, value in raw.items() if value is not None or key not in lists}
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between fields, with key paths relative to this section; sections override it."""
@@ -120,16 +134,22 @@ def _find_foreign_file(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Itera
 def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield field errors of the whole tree, then violated rules of its valid parts.
 
-    If only unknown keys are wrong, the rules are those of the whole tree.
+    If only unknown keys are wrong, the rules are those of the whole tree. Rules about an unknown choice are left out.
     """
     try:
-        yield from _rule_problems(cls.model_validate(raw), "")
+        problems = list(_rule_problems(cls.model_validate(raw), ""))
+        unknown = [rf"\b{re.escape(problem.path)}\b" for problem in problems if problem.unknown_choice]
+        yield from (
+            problem
+            for problem in problems
+            if problem.unknown_choice or not any(re.search(path, f"{problem.path} {problem.rule}") for path in unknown)
+        )
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
     yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
-    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
-    yield from _rules_of_valid_parts(cls, _remove_keys(raw, unknown), "")
+    extra = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    yield from _rules_of_valid_parts(cls, _remove_keys(raw, extra), "")
 
 
 def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
@@ -241,7 +261,7 @@ def find_near_option(value: str, options: Sequence[str]) -> str | None:
     if meant in options:
         return meant
     fits = [option for option in options if sorted(re.sub(r"\D", "", option)) == sorted(re.sub(r"\D", "", value))]
-    return next(iter(difflib.get_close_matches(value, fits, n=1, cutoff=0.6 if len(value) > 3 else 0.8)), None)
+    return next(iter(difflib.get_close_matches(value, fits, n=1, cutoff=0.6 if len(value) > 4 else 0.8)), None)
 
 
 def _find_key_paths(cls: type[StrictConfig], key: str, path: str = "") -> Iterator[str]:

@@ -180,7 +180,8 @@ class JudgeClient:
                 if error.code not in BUSY:
                     raise ConfigError(f"--judge {self.url} refuses the request ({reason})") from None
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = str(error) or type(error).__name__
+                cause = getattr(error, "reason", error)  # a URLError contains the error of the connection
+                reason = getattr(cause, "strerror", None) or str(cause) or type(error).__name__
         raise TrainingError(
             f"--judge {self.url} does not answer ({reason})", hint="check the address; it ends with /v1"
         )

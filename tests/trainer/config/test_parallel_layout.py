@@ -235,8 +235,8 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
 @pytest.mark.parametrize(
     ("model", "parallel", "length", "says"),
     [
-        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> set data.seq_length=16"),
-        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> set data.seq_length=16"),
+        ({}, {"cp": 4}, 20, "parallel.cp = 4: requires data.seq_length to be a multiple of 2 x parallel.cp 4 = 8, found 20 -> set parallel.cp=2, or set data.seq_length=16"),
+        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16, found 8 -> set parallel.cp=1, or set data.seq_length=16"),
         ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> set data.seq_length=4, or set parallel.sp=false"),
         ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> set parallel.cp_kind=alltoall, or set model.attention_dropout=0"),
         ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2]), or set parallel.cp_kind=ring"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,12 @@ def test_a_setting_that_did_not_exist_when_it_was_saved_was_at_its_default(setti
     config = RunConfig.parse(settings(optimizer={"decoupled_lr": 0.5}))
     saved = config.model_dump(mode="json", by_alias=True)
     del saved["model"]["qk_norm"], saved["lr_schedule"]["warmup_init"], saved["optimizer"]["decoupled_lr"]
-    assert list_allowed_setting_changes(saved, config, "there") == ["optimizer.decoupled_lr: None -> 0.5"]
+    assert list_allowed_setting_changes(saved, config, "there") == ["optimizer.decoupled_lr: null -> 0.5"]
     saved["optimizer"]["of_another_version"] = 1
-    assert "optimizer.of_another_version: 1 -> None" in diff_run_settings({"optimizer": saved["optimizer"]}, config)[1]
+    assert "optimizer.of_another_version: 1 -> null" in diff_run_settings({"optimizer": saved["optimizer"]}, config)[1]
+    corpus = settings(data={**settings()["data"], "train": "other"})
+    changes = diff_run_settings(saved, RunConfig.parse(corpus))[1]
+    assert any(re.fullmatch(r"data\.train: '[^']*' -> 'other'", line) for line in changes), changes
 
 
 LONG: dict[str, Any] = {

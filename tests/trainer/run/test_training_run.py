@@ -301,7 +301,7 @@ def test_a_run_that_began_from_another_resumes_from_its_own(settings: Settings, 
 
 
 def test_a_missing_checkpoint_that_was_asked_for_is_an_error(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist: no such folder"):
         trained(settings(checkpoint={"load": str(tmp_path / "nowhere")}))
 
 

@@ -162,6 +162,11 @@ def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[Corp
     path = Path(location)
     item = str(location) if "://" in item else item
     if path.is_dir():
+        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+            raise DataError(
+                f"{item}: is the folder of a model (config.json and *.safetensors), not of texts",
+                hint=f"give the folder of the texts, or its files, such as '{item}/*.jsonl'",
+            )
         return _list_folder(path, key, skipped_files)
     if path.exists():
         return [_describe_file(path)]

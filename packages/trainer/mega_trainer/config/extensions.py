@@ -329,6 +329,7 @@ def find_extension_entry_problems(
         near = find_near_option(value, known) or next((name for name in known if name.lower() in value.lower()), None)
         names = ", ".join(known) or "one that an extension adds"
         hint = f"set {path}={near}" if near else f"set extensions to the file that has it, or remove {path}"
-        yield ConfigProblem(path, f"must be {names}", None if path.endswith(f".{value}") else value, hint)
+        shown = None if path.endswith(f".{value}") else value
+        yield ConfigProblem(path, f"must be {names}", shown, hint, unknown_choice=True)
     elif options:
         yield ConfigProblem(where, f"has no effect with {path} = {value}", hint=f"remove {where}")

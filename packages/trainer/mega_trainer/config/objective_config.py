@@ -226,7 +226,7 @@ class ObjectiveConfig(StrictConfig):
         if self.uses_preference_pairs and data.dataset_kinds != {"pairs"}:
             rule = f"requires preference pairs (data.kind = pairs), found {kinds}"
             yield ConfigProblem("objective.kind", rule, self.kind, "set data.kind=pairs")
-        if not self.uses_preference_pairs and "pairs" in data.dataset_kinds:
+        if not self.uses_preference_pairs and self.kind != "grpo" and "pairs" in data.dataset_kinds:
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
             pairwise = "reward" if model.score else "dpo" if init_from else "simpo"
             hint = f"set objective.kind={pairwise}, or give texts and set data.kind=text"

@@ -185,10 +185,15 @@ class ParallelRules:
         unit = (2 * cp if cp > 1 else 1) * (tp if parallel.sp else 1)
         if length % unit:
             factors = [f"2 x parallel.cp {cp}"] * (cp > 1) + [f"parallel.tp {tp} (with sp)"] * parallel.sp
-            hint = f"set data.seq_length={length // unit * unit or unit}" + ", or set parallel.sp=false" * (cp == 1)
-            yield ConfigProblem(
-                "data.seq_length", f"must be a multiple of {' x '.join(factors)} = {unit}", length, hint
-            )
+            hint, product = f"set data.seq_length={length // unit * unit or unit}", f"{' x '.join(factors)} = {unit}"
+            if cp == 1:
+                yield ConfigProblem(
+                    "data.seq_length", f"must be a multiple of {product}", length, f"{hint}, or set parallel.sp=false"
+                )
+            else:
+                fits = next((n for n in range(cp - 1, 1, -1) if length % (unit // cp * n) == 0), 1)
+                rule = f"requires data.seq_length to be a multiple of {product}, found {length}"
+                yield ConfigProblem("parallel.cp", rule, cp, f"set parallel.cp={fits}, or {hint}")
         if cp == 1:
             return
         for name, block in {**model.mixers, **model.feed_forwards}.items():

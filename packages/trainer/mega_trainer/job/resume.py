@@ -21,6 +21,7 @@ from mega_ckpt.store import (
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
+from mega_common.strict_config import format_setting_value
 from mega_data.data_config import StreamPosition
 from mega_data.sampling.staged_blend import resume_data_config
 from mega_trainer.config.run_config import RunConfig, flatten_settings
@@ -124,13 +125,22 @@ def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list
         flatten_settings(saved),
     )
     lines = {
-        path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
+        path: f"{path}: {_format_setting(before.get(path))} -> {_format_setting(now.get(path))}"
         for path in sorted(now.keys() | before.keys())
         if before.get(path) != now.get(path)
         and not path.startswith("data.begun")  # logged by `mega_data.sampling.staged_blend`
     }
     of_model = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
     return of_model, [line for line in lines.values() if line not in of_model]
+
+
+def _format_setting(value: object) -> str:
+    """Return a setting as written in run.yaml; in a list of sections, such as data.train, without unset keys."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = [{key: inner for key, inner in item.items() if inner not in (None, {}, [])} for item in value]
+        short = [item["path"] if item.keys() == {"path"} else item for item in items]
+        value = short[0] if len(short) == 1 else short
+    return format_setting_value(value)
 
 
 def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
@@ -185,8 +195,10 @@ def find_start_checkpoint(config: RunConfig) -> Location | None:
             else configured
         )
         if found is None:
+            missing = isinstance(configured, Path) and not configured.exists()
             raise CheckpointError(
-                f"checkpoint.load = {config.checkpoint.load!r} holds no complete checkpoint",
+                f"checkpoint.load = {config.checkpoint.load!r} "
+                + ("does not exist: no such folder" if missing else "holds no complete checkpoint"),
                 hint="set a folder such as runs/name/checkpoints/step-00000100, or remove checkpoint.load",
             )
         if newest is None or Checkpoint.open_folder(newest).step <= Checkpoint.open_folder(found).step:

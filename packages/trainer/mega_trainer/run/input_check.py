@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -180,8 +181,10 @@ def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
         except MegaError as error:
             yield ConfigProblem("data.fim.tokens", error.message, None, error.hint or "")
     for name in (name for name, count in config.samples_per_split.items() if name == "train" or count):
-        for number, source in enumerate(getattr(data, name) or []):
-            yield from _source_problems(f"data.{name}.{number}", source)
+        sources = getattr(data, name) or []
+        for number, source in enumerate(sources):
+            key = f"data.{name}.{number}.path" if len(sources) > 1 else f"data.{name}"
+            yield from _source_problems(key, source)
 
 
 def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
@@ -193,21 +196,24 @@ def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]
     try:
         prefixes = find_matching_prefixes(source)
     except DataError as error:
-        yield ConfigProblem(f"{key}.path", error.message, None, error.hint or "")
+        yield ConfigProblem(key, error.message, None, error.hint or "")
         return
     for prefix in map(strip_data_suffix, prefixes):
         missing = [path.name for path in (get_idx_path(prefix), get_bin_path(prefix)) if not path.is_file()]
         if missing:
             rule = f"must have the files .idx and .bin, found no {' and no '.join(missing)}"
-            yield ConfigProblem(f"{key}.path", rule, str(source.path), "make a data set with mega data preprocess")
-    yield from _folder_problem(f"{key}.neighbors", source.neighbors)
+            others = [str(path.with_suffix("")) for path in prefix.parent.glob("*.idx")]
+            near = difflib.get_close_matches(str(prefix), others, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "make a data set with mega data preprocess"
+            yield ConfigProblem(key, rule, str(source.path), hint)
+    yield from _folder_problem(f"{key.removesuffix('.path')}.neighbors", source.neighbors)
 
 
 def _raw_source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
     try:
         find_corpus_sources([source.input_name])
     except DataError as error:
-        yield ConfigProblem(f"{key}.path", error.message, None, error.hint or "")
+        yield ConfigProblem(key, error.message, None, error.hint or "")
 
 
 def _existence_problem(key: str, path: str | Path | None) -> Iterator[ConfigProblem]:
