@@ -292,3 +292,8 @@ def test_a_pattern_says_the_kind_of_every_layer() -> None:
     assert (further.num_layers, further.get_mixer_kind(2)) == (2, "mamba")
     switched = ModelConfig.parse({**SMALL, "mtp_layers": 1, "moe": {**MOE, "layers": [1]}})
     assert switched.layer_kinds == [("attention", "mlp"), ("attention", "moe"), ("attention", "mlp")]
+
+
+def test_a_number_of_layers_in_place_of_their_kinds_is_named() -> None:
+    with pytest.raises(ConfigError, match="layers"):
+        ModelConfig.parse({"hidden_size": 100, "layers": 2, "vocab_size": 1024})

@@ -22,7 +22,9 @@ class PairOptions(StrictConfig):
 
 
 def adjust(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, options: PairOptions) -> Tensor:
-    """Return the scores [V] of the next token, lower for tokens that repeat a pair; -inf excludes a token."""
+    """Return next-token scores [V], lowered for tokens that would repeat a pair of adjacent tokens of the text.
+    A score of -inf would exclude a token.
+    """
     text = [*prompt, *generated]
     seen = sorted({second for first, second in pairwise(text) if first == text[-1]})
     scores = scores.clone()

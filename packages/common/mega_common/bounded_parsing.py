@@ -165,7 +165,7 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def check_yaml_file_size(path: Path) -> None:
-    """Raise `ConfigError` for a YAML file beyond the limits of `BoundedYamlLoader`, before another library loads it.
+    """Raise `ConfigError` unless a file is YAML within the limits of `BoundedYamlLoader` (size, nesting, aliases).
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.

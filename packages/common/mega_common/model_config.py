@@ -866,6 +866,8 @@ class ModelConfig(StrictConfig):
         """Set `num_layers` to the number of layers that `layers` names, if it is not given."""
         if not isinstance(raw, dict) or "num_layers" in raw or not raw.get("layers"):
             return raw
+        if not isinstance(raw["layers"], str | list | tuple):  # reported by the validation of the field
+            return raw
         try:
             repeats = [item if isinstance(item, str) else RepeatedLayers.model_validate(item) for item in raw["layers"]]
         except ValidationError:  # reported by the validation of the field

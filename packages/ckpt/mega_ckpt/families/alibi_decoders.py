@@ -64,7 +64,7 @@ BLOOM = ModelFamily(
 
 @dataclass(frozen=True)
 class MptAttentionEntry:
-    """Translation to and from config.json of MPT's `attn_config`: score scale and one dropout."""
+    """Translation to and from config.json of MPT's `attn_config`: score scale, and one rate for both dropouts."""
 
     handled_config_keys: frozenset[str] = frozenset({"attn_config"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "attention_dropout", "residual_dropout"})

@@ -48,7 +48,7 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
 
 
 def finish_interrupted_commit(prefix: Path) -> str | None:
-    """Finish the renames of a run that was killed during `commit_dataset`.
+    """Finish the renames of a killed `commit_dataset`; return the digest of its inputs, or None if none was pending.
     Returns the digest of that run's inputs (`made_from`), or None if there was none to finish.
 
     Raises:

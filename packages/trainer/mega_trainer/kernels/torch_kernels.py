@@ -238,7 +238,7 @@ class SdpaAttention:
     def supports_call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> bool:
-        """Return whether scores are not transformed, and the mask is full, causal, or small in generation on a CPU."""
+        """Return whether it takes a call: plain scores; full or causal mask, or few queries to a band on a CPU."""
         if how.has_unfused_terms or _is_full_or_causal(q, k, mask):
             return not how.has_unfused_terms
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"

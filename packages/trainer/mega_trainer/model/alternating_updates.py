@@ -29,7 +29,7 @@ LEAST_SCALE = 1e-5**0.5  # least root mean square that a projected stream is div
 
 
 class AlternatingUpdate(nn.Module):
-    """Prediction of all streams before a layer, and their correction by the layer's output.
+    """AltUp of Gemma 3n: prediction of all residual streams before a layer, and their correction by its output.
 
     In training, weights of coefficients count as clipped to `coefficient_clip`. The factor on the active stream before the
     gate of the layer's input, `scale` [D], is 1 at first: at 0, as in transformers, the gate's weights have no gradient.
@@ -85,7 +85,7 @@ class LowRankResidual(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.post_laurel_norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the normalised stream [B, S or S/T, D] to its residual of low rank."""
+        """Return the normalised stream x [B, S or S/T, D] plus its residual of low rank."""
         y: Tensor = self.norm(self.linear(self.linear(x, self.left), self.right))
         return x + y
 

@@ -128,7 +128,7 @@ class ParameterShardPart:
 
 @dataclass(frozen=True)
 class GatheredShardLayout:
-    """Layout of the parameter shards of all data ranks, one after another.
+    """Layout of the shards that all data ranks hold of one bucket or ZeRO-3 parameter, one after another.
 
     Attributes:
         rank_elements: elements of each rank's part, of which the last ranks' shards may use fewer.

@@ -108,7 +108,7 @@ def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RoughMemoryEstimate:
-    """Rough memory estimate of the first pipeline rank, which excludes layouts before the exact `predict_memory`.
+    """Rough estimate (no bound) of the first pipeline rank's memory, to drop layouts before the exact `predict_memory`.
 
     Attributes:
         model: configuration of the model.
