@@ -38,7 +38,7 @@ def parsed(**sections: Any) -> RunConfig:
     [
         ({"fp8": {"recipe": "delayed"}}, r"'delayed': is not supported.* -> set fp8.recipe=tensorwise"),
         ({"fp8": {"recipe": "nvfp4"}}, r"fp8.recipe = 'nvfp4': is not supported for experts -> set fp8.recipe=tensorwise"),
-        ({"fp8": {"recipe": "nvfp4", "format": "e4m3"}}, r"'e4m3': is not supported with fp8.recipe = nvfp4.* -> remove it"),
+        ({"fp8": {"recipe": "nvfp4", "format": "e4m3"}}, r"'e4m3': is not supported with fp8.recipe = nvfp4.* -> remove fp8.format"),
         ({"fp8": {"bf16_first": 2, "bf16_last": 1}}, r"bf16_first = 2: must leave layers in FP8.* covers all 3 layers"),
         ({"model": small(24), "parallel": {"tp": 4}}, r"multiples of 16 on a rank, found .*head_dim / tp 4 = 24.* -> set precision=bf16, or reduce parallel.tp"),
         (
