@@ -249,7 +249,11 @@ def test_output_goes_to_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
-        ({"parallel": {"tp": 1, "pp": 1, "cp": 3}}, (), "does not divide|do not divide|must be a multiple|to be a multiple"),
+        (
+            {"parallel": {"tp": 1, "pp": 1, "cp": 3}},
+            (),
+            "does not divide|do not divide|must be a multiple|to be a multiple",
+        ),
         ({"parallel": {"tp": 0}}, (), r"parallel\.tp = 0"),
         ({"batch": {"micro": 3, "global": 64}}, (), r"batch\.global = 64"),
         ({"batch": {"micro": 2, "global": 68}}, (), "16 rank"),
