@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
+from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig, find_changed_settings
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
@@ -99,7 +99,4 @@ def find_encoder_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         rule = f"must be less than num_layers = {model.num_layers}, which counts encoder and decoder layers"
         hint = f"num_layers: {model.num_layers + model.encoder.num_layers}"
         yield ConfigProblem("encoder.num_layers", rule, model.encoder.num_layers, hint)
-    for name, value in _REQUIRED_VALUES.items():
-        if getattr(model, name) != value:
-            fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "is not supported with encoder", hint=fix)
+    yield from find_changed_settings(model, "encoder", _REQUIRED_VALUES)

@@ -16,7 +16,7 @@ from mega_common.layer_kinds import (
     find_missing_sections,
 )
 from mega_common.retro_config import find_retro_config_problems
-from mega_common.strict_config import ConfigProblem, find_near_option
+from mega_common.strict_config import ConfigProblem, find_conflicting_settings, find_near_option
 
 if TYPE_CHECKING:
     from mega_common.layer_kinds import IndexerConfig
@@ -115,9 +115,9 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
 def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that a model with hyper-connections does not have."""
     names = ("mtp_layers", "encoder", "retro", "vision", "parallel_residual", "layer_scale", "norm_positions")
-    for name in (*names, "per_layer_input_size", "shared_kv_layers"):
-        if getattr(model, name):
-            yield ConfigProblem(name, "is not supported with hyper_connections", hint=f"leave out {name}")
+    yield from find_conflicting_settings(
+        model, "hyper_connections", (*names, "per_layer_input_size", "shared_kv_layers")
+    )
     if model.norm_position != "pre" or not model.causal:
         rule = "requires norm_position: pre and causal attention"
         yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
@@ -127,9 +127,7 @@ def _find_altup_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that a model with AltUp, or with sparse gates, does not have."""
     if model.altup is not None:
         names = ("hyper_connections", "mtp_layers", "encoder", "retro", "vision", "moe", "layers", "parallel_residual")
-        for name in (*names, "layer_scale", "norm_positions", "relative_bias"):
-            if getattr(model, name):
-                yield ConfigProblem(name, "is not supported with altup", hint=f"leave out {name}")
+        yield from find_conflicting_settings(model, "altup", (*names, "layer_scale", "norm_positions", "relative_bias"))
         if model.norm_position != "both" or not model.per_layer_input_size or not model.first_norm or not model.causal:
             rule = "requires norm_position: both, per_layer_input_size and causal attention"
             yield ConfigProblem("altup", rule, hint="leave out altup")
@@ -157,9 +155,7 @@ def _find_shortcut_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         "residual_dropout",
         "norm_positions",
     )
-    for name in (*names, "encoder", "retro", "vision"):
-        if getattr(model, name):
-            yield ConfigProblem(name, "is not supported with moe.shortcut", hint=f"leave out {name}")
+    yield from find_conflicting_settings(model, "moe.shortcut", (*names, "encoder", "retro", "vision"))
     if model.norm_position != "pre":
         yield ConfigProblem("norm_position", "must be pre with moe.shortcut", model.norm_position, "norm_position: pre")
     experts = [layer for layer in range(model.num_layers + model.mtp_layers) if model.has_shortcut(layer)]
@@ -328,10 +324,8 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.mla and model.no_rope_layers:
         yield ConfigProblem("no_rope_layers", "is not supported with mla", hint="leave it out")
     if model.mla and model.mla.indexer:
-        unsupported = ("sliding_window", "attention_softcap", "attention_dropout", "vision", "encoder", "retro")
-        for name in unsupported:
-            if getattr(model, name):
-                yield ConfigProblem(name, "is not supported with mla.indexer", hint=f"leave out {name}")
+        names = ("sliding_window", "attention_softcap", "attention_dropout", "vision", "encoder", "retro")
+        yield from find_conflicting_settings(model, "mla.indexer", names)
         if not model.causal:
             yield ConfigProblem("causal", "must be true with mla.indexer", False, "causal: true")
         if model.position != "rope":
@@ -369,9 +363,7 @@ def _find_compressed_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     names = ("mtp_layers", "encoder", "retro", "vision", "mla", "sliding_window", "attention_dropout", "attention_softcap", "qk_norm", "qkv_bias",
              "attention_out_bias", "attention_gate", "no_rope_layers", "full_attention", "full_attention_layers", "qkv_clip", "task_head", "score",
              "value_head_dim", "value_norm", "keys_are_values", "softplus_gate", "attention_scores")  # fmt: skip
-    for name in names:
-        if getattr(model, name):
-            yield ConfigProblem(name, "is not supported with compressed", hint=f"leave out {name}")
+    yield from find_conflicting_settings(model, "compressed", names)
     if model.num_kv_heads not in (None, 1):
         rule = "must be 1 with compressed, whose heads share one key"
         yield ConfigProblem("num_kv_heads", rule, model.num_kv_heads, "num_kv_heads: 1")
@@ -407,9 +399,7 @@ def _find_hash_routing_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         rule = "must be layers with experts, without those of mtp_layers"
         hint = f"moe.hash_layers: {fits}" if fits else "leave out moe.hash_layers"
         yield ConfigProblem("moe.hash_layers", rule, wrong, hint)
-    for name in ("encoder", "retro", "vision"):
-        if getattr(model, name):
-            yield ConfigProblem(name, "is not supported with moe.hash_layers", hint=f"leave out {name}")
+    yield from find_conflicting_settings(model, "moe.hash_layers", ("encoder", "retro", "vision"))
 
 
 def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:

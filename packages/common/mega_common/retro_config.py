@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
+from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig, find_changed_settings
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
@@ -62,10 +62,7 @@ def find_retro_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     elif layers[-1] >= model.num_layers:
         hint = f"use numbers from 0 to {model.num_layers - 1}"
         yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1], hint)
-    for name, value in _REQUIRED_VALUES.items():
-        if getattr(model, name) != value:
-            fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "is not supported with retro", hint=fix)
+    yield from find_changed_settings(model, "retro", _REQUIRED_VALUES)
     if model.position == "learned" and model.retro.neighbor_length > model.max_position:
         rule = f"must be at most half of max_position = {model.max_position}, the length of a neighbor"
         hint = f"retro.chunk_length: {model.max_position // 2}"

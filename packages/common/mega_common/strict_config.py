@@ -152,6 +152,23 @@ def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Ite
     yield from _rules_of_valid_parts(cls, _remove_keys(raw, extra), "")
 
 
+def find_conflicting_settings(config: StrictConfig, section: str, names: Iterable[str]) -> Iterator[ConfigProblem]:
+    """Yield a problem for each setting among `names` that is given (true) and not supported with `section`."""
+    for name in names:
+        if getattr(config, name):
+            yield ConfigProblem(name, f"is not supported with {section}", hint=f"leave out {name}")
+
+
+def find_changed_settings(
+    config: StrictConfig, section: str, required: Mapping[str, object]
+) -> Iterator[ConfigProblem]:
+    """Yield a problem for each setting that differs from its required value, the only one supported with `section`."""
+    for name, value in required.items():
+        if getattr(config, name) != value:
+            fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
+            yield ConfigProblem(name, f"is not supported with {section}", hint=fix)
+
+
 def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     """Merge problems with one path: a value that fits no member of a union is reported once with all alternatives."""
     by_path: dict[str, ConfigProblem] = {}

@@ -100,8 +100,8 @@ class Tokenizer:
         except BaseException as error:  # the library raises nothing narrower, and panics of Rust are not Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            with contextlib.suppress(OSError), open(self.path, "rb") as file:
-                refuse_lfs_pointer(self.path, DataError, file.read(64))
+            with contextlib.suppress(OSError):
+                refuse_lfs_pointer(self.path, DataError)
             raise DataError(
                 f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
                 hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",

@@ -245,7 +245,6 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
         CheckpointError: when the file is damaged, is not a state dict, or has a function or class that is not allowed.
     """
     try:
-        refuse_lfs_pointer(path, CheckpointError)
         state = load_torch_archive(path) if zipfile.is_zipfile(path) else _load_legacy_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -257,6 +256,7 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
 
 
 def _load_legacy_file(path: Path) -> Any:
+    refuse_lfs_pointer(path, CheckpointError)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         stream = open_file_range(file, 0, min(size, MAX_PICKLE_BYTES))

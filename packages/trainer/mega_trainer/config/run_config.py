@@ -38,7 +38,7 @@ from mega_trainer.config.extensions import (
     find_extension_entry_problems,
     load_extensions,
 )
-from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
+from mega_trainer.config.fp8_config import FOUR_BITS, Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
 from mega_trainer.config.parallel_rules import (
@@ -206,7 +206,7 @@ class RunConfig(StrictConfig):
     @property
     def gemm_precision(self) -> str:
         """Precision of the GEMMs of linear layers: `nvfp4` with that recipe, else that of the run."""
-        return "nvfp4" if self.precision == "fp8" and self.fp8.recipe == "nvfp4" else self.precision
+        return FOUR_BITS if self.precision == "fp8" and self.fp8.recipe == FOUR_BITS else self.precision
 
     @property
     def layers_with_cached_fp8_weights(self) -> range:

@@ -18,7 +18,7 @@ from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.cuda_graph_rules import list_graphed_layers, list_unmet_graph_needs
-from mega_trainer.config.fp8_config import check_fp8_device
+from mega_trainer.config.fp8_config import FOUR_BITS, check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import open_prompt_dataset
@@ -315,7 +315,7 @@ def make_fp8_kernels(
     kernels: Kernels
     if config.kernels.linear == "te":
         kernels = TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
-    elif recipe != "nvfp4":
+    elif recipe != FOUR_BITS:
         kernels = Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
     elif device.type == "cuda":
         raise ConfigError("fp8.recipe = nvfp4 requires Transformer Engine on a GPU", hint="set kernels.linear=te")

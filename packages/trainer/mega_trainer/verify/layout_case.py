@@ -165,9 +165,9 @@ class LayoutCase:
     def layout_text(self) -> str:
         """Settings that differ from one process, such as `tp=2 sp=True micro=4 batch=8`."""
         usual, layout = (0, 1, "none", "adamw", "1f1b"), self.layout
-        used = {key: value for key, value in layout.items() if value is True or value not in usual}
-        used |= {"zero3_layers": layout["zero3_layers"]} if layout.get("zero3_layers") else {}  # 1 is not the default
-        used |= {"zero": self.layout["zero"]} if self.layout["dp"] * self.layout["cp"] > 1 else {}
+        always = "zero3_layers"  # whose 1 is not the default
+        used = {key: value for key, value in layout.items() if value is True or value not in usual or key == always}
+        used |= {"zero": layout["zero"]} if layout["dp"] * layout["cp"] > 1 else {}
         used |= {"micro": self.micro, "batch": self.batch}
         used |= {"bucket": self.bucket} if self.bucket != LARGE_BUCKET else {}
         used |= {"offload": self.offload["activations"]} if self.offload.get("activations") else {}
