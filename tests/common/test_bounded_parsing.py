@@ -13,7 +13,7 @@ from mega_common.bounded_parsing import (
     MAX_SETTINGS_BYTES,
     BoundedYamlLoader,
     StrictYamlLoader,
-    check_yaml_file_size,
+    check_yaml_file_limits,
     parse_json_text,
     parse_yaml_text,
     read_json_file,
@@ -66,10 +66,10 @@ def test_yaml_that_asks_for_endless_work_is_refused_in_a_sentence(name: str, loa
 def test_yaml_of_other_libraries_is_checked_with_its_own_tags(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_text("task: x\nprocess_docs: !function utils.process\n")
-    check_yaml_file_size(path)
+    check_yaml_file_limits(path)
     path.write_text("task: x\nprocess_docs: !function utils.process\n" + BOMB)
     with pytest.raises(ConfigError, match="aliases"):
-        check_yaml_file_size(path)
+        check_yaml_file_limits(path)
 
 
 def test_aliases_and_merges_that_people_write_are_read() -> None:

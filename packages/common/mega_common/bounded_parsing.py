@@ -164,7 +164,7 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     )
 
 
-def check_yaml_file_size(path: Path) -> None:
+def check_yaml_file_limits(path: Path) -> None:
     """Raise `ConfigError` unless a file is YAML within the limits of `BoundedYamlLoader` (size, nesting, aliases).
 
     Raises:

@@ -24,7 +24,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from mega_common.atomic_files import open_atomic_file
-from mega_common.bounded_parsing import check_yaml_file_size, read_settings_file
+from mega_common.bounded_parsing import check_yaml_file_limits, read_settings_file
 from mega_common.errors import ConfigError, DataError
 from mega_common.extension_entries import Sampler
 from mega_common.progress_logging import ProgressBar, logger
@@ -258,7 +258,7 @@ def load_harness_task_manager(names: Sequence[str], include_path: Path | None = 
         if _is_file(name) and not Path(name).is_file():
             raise ConfigError(f"{name}: the task file does not exist")
     for file in _task_files(names, include_path):
-        check_yaml_file_size(file)
+        check_yaml_file_limits(file)
     others = [name for name in names if not _is_file(name)]
     # a group in a file can name other tasks
     groups = [name for name in names if _is_file(name) and re.search(r"(?m)^group\s*:", read_settings_file(Path(name)))]

@@ -13,11 +13,10 @@ Legend: W windows, S tokens, L layers, D model width, F feed-forward width, H he
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +101,8 @@ def _add_head_norms(add: Callable[[str, Tensor], None], name: str, size: int, x:
 
 
 @contextmanager
-def capture_module_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Any:
-    """Call `callback` with the input of `module` on every forward inside the `with` block."""
+def capture_module_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Iterator[None]:
+    """Context manager that calls `callback` with the input of `module` on every forward."""
     handle = module.register_forward_pre_hook(lambda _, inputs: callback(inputs[0]))
     try:
         yield

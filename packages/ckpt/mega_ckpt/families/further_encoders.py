@@ -407,7 +407,7 @@ class EuroBertHeadsConfigEntry:
         return {"masked_lm": head, **({"pooler_activation": "gelu"} if classifies else {})}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `architectures` of config.json with its value, and `classifier_pooling` of a classifier.
+        """Return `architectures` (the class without a task head) and, with a pooler, `classifier_pooling` of config.json.
         Raises ConfigMismatchError for other heads.
         """
         expected = MaskedLmConfig(dense=False, dense_bias=False, bias=model.mlp_bias)

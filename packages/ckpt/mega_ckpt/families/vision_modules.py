@@ -101,7 +101,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         return found | {key: value for key, value in _NEUTRAL.items() if key in found or not value}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that transformers does not read for this type.
+        """Return the keys of a config.json that transformers does not read for its `model_type`.
         Keys with null are left out.
         """
         given = build_vision_language_config(raw)

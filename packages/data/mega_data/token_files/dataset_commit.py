@@ -49,7 +49,7 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
 
 def finish_interrupted_commit(prefix: Path) -> str | None:
     """Finish the renames of a killed `commit_dataset`; return the digest of its inputs, or None if none was pending.
-    Returns the digest of that run's inputs (`made_from`), or None if there was none to finish.
+    The digest is `made_from`, as that run gave it.
 
     Raises:
         DataError: if a file cannot be renamed.

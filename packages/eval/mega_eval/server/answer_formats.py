@@ -132,13 +132,13 @@ class AnswerWriter(Protocol):
     usage: TokenUsage
 
     async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
-        """Collect all parts and return the complete answer as a JSON object."""
+        """Collect all parts and return the complete answer of the HTTP API as a JSON object."""
 
     def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], options: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as the server-sent events of the HTTP API."""
 
     def format_stream_error(self, error: ApiRequestError) -> bytes:
-        """Return the event of an error in a stream."""
+        """Return the server-sent event by which the HTTP API reports an error in a stream."""
 
 
 class TokenTextOffsets:
@@ -309,7 +309,7 @@ class CompletionAnswerBuilder:
         return {**head, "choices": choices, **more}
 
     async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
-        """Collect all generated content and return the complete answer as a JSON object."""
+        """Collect all generated content and return a complete OpenAI completion or chat completion."""
         choices: dict[int, ChoiceDelta] = {}
         async for part in parts:
             self.usage.completion += part.count
@@ -321,7 +321,7 @@ class CompletionAnswerBuilder:
         return self._format_body(self.form.whole, ready, usage=self.usage.format_usage())
 
     async def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], options: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events of JSON chunks, ended by `[DONE]`."""
+        """Yield an OpenAI completion or chat completion as server-sent events of JSON chunks, ended by `[DONE]`."""
         async for part in parts:
             self.usage.completion += part.count
             if part.begins or part.text or part.reasoning or part.calls or part.tokens or part.finish:
@@ -332,7 +332,7 @@ class CompletionAnswerBuilder:
         yield b"data: [DONE]\n\n"
 
     def format_stream_error(self, error: ApiRequestError) -> bytes:
-        """Return the event of an error in a stream."""
+        """Return the server-sent event of an error in a stream of OpenAI completions, as bytes."""
         return format_sse_event(error.format_error_body())
 
 

@@ -358,7 +358,7 @@ class ResponsesAnswerBuilder:
         return at if self._items[-1].kind == "function_call" else {**at, "content_index": 0}
 
     def format_stream_error(self, error: ApiRequestError) -> bytes:
-        """Return the event of an error in a stream."""
+        """Return the server-sent event `error` of a stream of the Responses API, as bytes."""
         return self._format_event("error", code=error.code, message=error.message, param=error.param)
 
     def _format_event(self, kind: str, **more: Any) -> bytes:
