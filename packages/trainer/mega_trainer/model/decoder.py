@@ -186,10 +186,9 @@ class Decoder(nn.Module):
         routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
         """Return the forward context (rotary angles, attention mask, cache) for tokens at given positions.
-        `positions` are int64 [B or 1, S], or [3, B, S] for multimodal rotary positions.
 
         Args:
-            positions: int64 [B or 1, S], or [3, B, S] as for `RotaryEmbedding.compute_rotation`.
+            positions: int64 [B or 1, S], or [3, B, S] for multimodal rotary positions, as for `RotaryEmbedding.compute_rotation`.
             tokens: token ids int64 [B, S], required by a model that chooses experts by them (`moe.hash_layers`).
             attention_mask: replaces the mask of causality and `sequence_bounds`; ignored with a cache.
             sequence_bounds: document bounds that restrict attention; required under context parallelism, ignored with a
@@ -354,15 +353,11 @@ class Decoder(nn.Module):
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Run this stage on a micro-batch; return hidden states or, in the last stage, `compute_objective`'s result.
-        It is one forward, so that ZeRO-3 gathers weights around it.
+        It is one forward, so that ZeRO-3 gathers weights around it. Hidden states are of `pipeline_message_shape`.
 
         Args:
-            x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.
+            x: hidden states from the previous stage; None: this stage embeds the tokens.
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
-
-        Returns:
-            Hidden states for the next stage, of `pipeline_message_shape`; in the last stage the result of
-            `compute_objective`.
         """
         if x is None:
             images = self.encode_images(batch.images)

@@ -87,8 +87,8 @@ class PipelineExecutor:
         """Run this pipeline rank's operations of a step (without gradients only forwards), and return the loss sums.
         The parameters' hooks collect gradients.
 
-        With gradients disabled only the forward operations run. A subsequence of the common order of all ranks that
-        leaves out whole messages (send and receive) is as free of deadlock as the whole order.
+        A subsequence of the common order of all ranks that leaves out whole messages (send and receive), such as the
+        forwards alone, is as free of deadlock as the whole order.
 
         Args:
             batches: this rank's micro-batches (every stage has them all: labels, positions, documents).

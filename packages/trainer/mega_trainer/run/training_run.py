@@ -268,7 +268,6 @@ def initialize_training_state(
     state: TrainState, start: Location | TrainingStateCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
     """Load the weights and the optimizer state that a run starts from into the training state.
-    They come from the checkpoint or host-memory copy `start`, from `init_from`, or are random.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
