@@ -75,7 +75,7 @@ def test_the_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_pa
     assert whole.keys() == again.keys()
     assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
     assert len(checkpoint_of(straight).tensor_keys("weights/")) == 2 * 2 * 2
-    with pytest.raises(ConfigError, match=r"lora\.quantize: 'nf4' -> None"):
+    with pytest.raises(ConfigError, match=r"lora\.quantize: 'nf4' -> null"):
         trained({**halves, "train": {"steps": 5}, "lora": {**halves["lora"], "quantize": None}})
 
 

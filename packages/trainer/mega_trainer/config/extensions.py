@@ -330,6 +330,7 @@ def find_extension_entry_problems(
         names = ", ".join(known) or "one that an extension adds"
         hint = f"set {path}={near}" if near else f"set extensions to the file that has it, or remove {path}"
         shown = None if path.endswith(f".{value}") else value
-        yield ConfigProblem(path, f"must be {names}", shown, hint, unknown_choice=True)
+        # kernels.functions is a list: rules about it hold whatever it names
+        yield ConfigProblem(path, f"must be {names}", shown, hint, unknown_choice=kind != "kernels")
     elif options:
         yield ConfigProblem(where, f"has no effect with {path} = {value}", hint=f"remove {where}")
