@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -312,3 +314,33 @@ def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch, tmp
     for _ in range(3):
         clock.now += 9.0
         assert not watch._find_culprits()
+
+
+READING = """
+import ctypes
+import threading
+from mega_trainer.job.rank_position import read_thread_stacks
+
+libc, stopped = ctypes.CDLL(None), threading.Event()
+entered = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def start_native_threads():
+    while not stopped.is_set():
+        threads = [ctypes.c_ulong() for _ in range(20)]
+        for thread in threads:
+            libc.pthread_create(ctypes.byref(thread), None, entered, None)
+        for thread in threads:
+            libc.pthread_join(thread, None)
+
+starter = threading.Thread(target=start_native_threads)
+starter.start()
+innermost = {lines[0].name for _ in range(20000) for lines in read_thread_stacks().values() if lines}
+stopped.set()
+starter.join()
+assert {"_read_stack", "start_native_threads"} <= innermost, innermost
+"""
+
+
+def test_stacks_are_read_while_native_threads_enter_python() -> None:
+    done = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)

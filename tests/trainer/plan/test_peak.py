@@ -7,6 +7,7 @@ tracing the allocator.
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -189,6 +190,7 @@ def held_bytes(cases: list[LayoutCase], counted: Callable[[Callable[[], object]]
 
 def profiled(work: Callable[[], object]) -> int:
     """Most bytes that this thread has had at a time in `work`."""
+    gc.collect()  # what earlier cases left in reference cycles would count as freed by this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     assert seen.profiler is not None

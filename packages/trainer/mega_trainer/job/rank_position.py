@@ -8,14 +8,17 @@ While the main thread waits for autograd's thread, whose hooks communicate, the 
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import json
-import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
-from typing import IO, NamedTuple
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -32,7 +35,6 @@ TORCH_WAITS = {
     "torch/cuda/__init__.py": re.compile(r"synchronize$"),
     "torch/distributed/distributed_c10d.py": re.compile(r""),
 }
-THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class RankCodePosition(BaseModel):
@@ -66,24 +68,30 @@ class StackLine(NamedTuple):
 def read_thread_stacks() -> dict[int, list[StackLine]]:
     """Return the stacks of all threads of this process by thread number, the innermost line first.
 
-    Read by faulthandler in one go: Python code that walks frames can be interrupted by another thread, and a frame that has
-    returned meanwhile can lead to freed memory (CPython 3.11.7).
+    `faulthandler`, which prints stacks of all threads, reads them without the interpreter's lock of its list of threads: a
+    thread of C++ that enters Python meanwhile, as autograd's and gloo's do, ends the process with a segmentation fault.
     """
-    found: dict[int, list[StackLine]] = {}
-    with _memory_file() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    for part in text.split("\n\n"):
-        head, *lines = part.strip().splitlines() or [""]
-        if thread := THREAD.match(head):
-            found[int(thread[1], 16)] = [StackLine(m[1], int(m[2]), m[3]) for line in lines if (m := LINE.match(line))]
-    return found
+    return {thread: _read_stack(thread) for thread in list(chain.from_iterable(_current_frames()))}
 
 
-def _memory_file() -> IO[bytes]:
-    """Return a file in memory where the system supports it, since a disk may be full or slow."""
-    return open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+def _read_stack(thread: int) -> list[StackLine]:
+    """Return the stack of a thread, empty if it has ended.
+
+    Each frame is read and left inside one call of a C function, in which no other thread can take the interpreter: with a
+    frame held while its thread goes on and returns from it, torch's replacement of the frame evaluation frees its memory.
+    """
+    frames = accumulate(chain(map(itemgetter(thread), _current_frames()), repeat("f_back")), getattr)
+    read = deque[tuple[CodeType, int | None]]()
+    with contextlib.suppress(
+        KeyError, AttributeError
+    ):  # of a thread that has ended; of None, after the outermost frame
+        read.extend(map(attrgetter("f_code", "f_lineno"), frames))
+    return [StackLine(code.co_filename, number or 0, code.co_name) for code, number in read]
+
+
+def _current_frames() -> Iterator[dict[int, FrameType]]:
+    """Iterate once over the innermost frames of all threads, read when the iterator advances."""
+    return map(methodcaller("_current_frames"), [sys])
 
 
 def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankCodePosition:
