@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from mega_ckpt.families import detect_model_family
 from mega_ckpt.families.image_processor import add_image_prompt_text_settings, update_config_from_image_processor
-from mega_data.images.image_inputs import ImageInputs
+from mega_data.images.image_inputs import FEATURE_ORDER, ImageInputs
 from mega_data.tokenizer import train_tokenizer
 
 VOCAB, IMAGE = 320, 300
@@ -202,6 +202,18 @@ CASES["paligemma"] = (
 )  # fmt: skip
 CASES["paligemma:1"] = (
     {**CASES["paligemma"][0], "text_config": text("gemma", head_dim=8)}, *CASES["paligemma"][1:],
+)  # fmt: skip
+INDICATORS = tuple(range(IMAGE + 1, IMAGE + 6))
+CASES["ovis2"] = (
+    {
+        "vision_config": {**TOWER, "vocab_size": 30, "hidden_stride": 2, "qkv_bias": True, "tokenize_function": "st_argmax"},
+        "text_config": text("qwen2"), "image_token_id": IMAGE, "visual_indicator_token_ids": INDICATORS, "hidden_size": 32, "vocab_size": VOCAB,
+    },
+    {"image_processor_type": "Ovis2ImageProcessor", "size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 4},
+    {"image_seq_length": 4}, dict(zip(
+        ("atom", "start", "grid", "col", "row", "end"),
+        ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"), strict=True,
+    )) | {"image_token": "<image>"},
 )  # fmt: skip
 CASES["llama4"] = (
     {
@@ -425,7 +437,8 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
 
 def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of several images for transformers, which are padded to the largest one; some with the kind of each token."""
-    found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
+    names = images[0].arrays.keys() - {FEATURE_ORDER, "grids"}
+    found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in names}
     kinds = (
         {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
     )

@@ -22,7 +22,7 @@ from mega_ckpt.formats.hf_source import HfSource
 from mega_common.errors import CheckpointError, DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import StepBatch
-from mega_data.images.image_inputs import ImageInputs
+from mega_data.images.image_inputs import FEATURE_ORDER, ImageInputs
 from mega_data.images.image_pixels import compute_mrope_positions
 from mega_data.images.module_images import ModuleImageProcessor
 from mega_data.tokenizer import Tokenizer
@@ -47,13 +47,20 @@ def draw_images(kind: str, vision: VisionConfig) -> list[ImageInputs]:
     return [processor.prepare(draw_picture(number, size))[0] for number, size in enumerate(SIZES)]
 
 
+def feature_tokens(image: ImageInputs, count: int) -> np.ndarray:
+    """The tokens that stand for an image: placeholders, and Ovis2's indicators, which are numbered after them."""
+    order = image.arrays.get(FEATURE_ORDER)
+    return np.full(count, IMAGE) if order is None else IMAGE + np.maximum(0, order[0] - order[0, 0] + 1)
+
+
 def draw_tokens(images: list[ImageInputs]) -> tuple[Tensor, Tensor]:
     """Two rows of tokens, with one image and with two; and the feature row of each token."""
     a, b, c = (math.prod(one.shape) for one in images)
     tokens = torch.randint(3, 250, (2, 8 + max(a, b + c)), generator=torch.Generator().manual_seed(3))
+    each = iter(images)
     for row, first, count in ((0, 2, a), (1, 1, b), (1, 4 + b, c)):
-        tokens[row, first : first + count] = IMAGE
-    places = tokens == IMAGE
+        tokens[row, first : first + count] = torch.from_numpy(feature_tokens(next(each), count))
+    places = tokens >= IMAGE
     return tokens, torch.where(places, places.flatten().cumsum(0).view(places.shape) - 1, -1)
 
 
@@ -70,7 +77,7 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
     assert ours.vision is not None
     images = draw_images(kind, ours.config.vision)
     tokens, rows = draw_tokens(images)
-    labels = torch.where(tokens == IMAGE, -100, tokens)
+    labels = torch.where(tokens >= IMAGE, -100, tokens)
     inputs = join_inputs(kind, images, tokens)
     if ours.config.vision.bidirectional_prompt:  # an answer of four tokens
         labels[:, :-4] = -100
@@ -160,7 +167,9 @@ def test_greedy_text_image_by_image(tmp_path: Path, kind: str) -> None:
         assert one.tokens == row[0, len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "aya_vision", "lighton_ocr", "vipllava", "deepseek_vl", "paligemma"])
+@pytest.mark.parametrize(
+    "kind", ["idefics3", "aya_vision", "lighton_ocr", "vipllava", "deepseek_vl", "paligemma", "ovis2"]
+)
 def test_prompts_and_inputs_are_those_of_the_whole_processor_of_transformers(tmp_path: Path, kind: str) -> None:
     """Of the types whose processor loads without torchvision."""
     save_model(kind, tmp_path)
@@ -232,9 +241,19 @@ def test_what_cannot_be_followed_is_named(tmp_path: Path) -> None:
     dropout = {**config, "vision_config": {**config["vision_config"], "attention_dropout": 0.1}}
     with pytest.raises(CheckpointError, match=r"vision_config.attention_dropout = 0.1 is not supported"):
         detect_model_family(dropout).read_config_json(dropout)
-    for kind, reason in (("ovis2", "visual indicator"),):
-        with pytest.raises(CheckpointError, match=rf"model type '{kind}' is not supported: .*{reason}"):
-            detect_model_family({"model_type": kind, "vision_config": {}})
+    with pytest.raises(CheckpointError, match=r"model type 'ernie4_5_vl_moe' is not supported: .*experts of their own"):
+        detect_model_family({"model_type": "ernie4_5_vl_moe", "vision_config": {}})
+    ovis: dict[str, Any] = {"model_type": "ovis2", **CASES["ovis2"][0]}
+    for changes, said in (
+        ({"vocab_size": 7}, "vocab_size = 7 must be 320"),
+        ({"visual_indicator_token_ids": [3]}, "ids = 1 must be 5"),
+        (
+            {"vision_config": {**ovis["vision_config"], "tokenize_function": "gumbel_argmax"}},
+            "gumbel_argmax must be softmax or st_argmax",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            detect_model_family(ovis).read_config_json({**ovis, **changes})
     save_model("cohere2_vision", tmp_path)
     bare = load_inference_model(tmp_path)
     prompt = ImagePrompt("what <image>", [encode_png(1, (8, 8))])

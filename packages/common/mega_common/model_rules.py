@@ -214,9 +214,10 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the vision encoder and the model."""
     if model.vision is None:
         return
-    if model.vision.image_token >= model.vocab_size:
-        rule, hint = f"must be below vocab_size = {model.vocab_size}", f"vocab_size: {model.vision.image_token + 1}"
-        yield ConfigProblem("vision.image_token", rule, model.vision.image_token, hint)
+    if (largest := max(model.vision.feature_tokens)) >= model.vocab_size:
+        name = "image_token" if largest == model.vision.image_token else "indicator_tokens"
+        rule, hint = f"must be below vocab_size = {model.vocab_size}", f"vocab_size: {largest + 1}"
+        yield ConfigProblem(f"vision.{name}", rule, largest, hint)
     deepstack = len(model.vision.deepstack_layers)
     if deepstack > model.num_layers:
         rule = f"must have at most num_layers = {model.num_layers} layers, one for each decoder layer"

@@ -88,6 +88,9 @@ class VisionConfig(StrictConfig):
     projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     projector_bias: bool = True
     image_token: NonNegativeInt = Field(description="placeholder token, one for each feature in a text")
+    indicator_tokens: tuple[NonNegativeInt, ...] = Field(
+        (), description="tokens among the placeholders that also stand for features of the image, as in Ovis2"
+    )
     layer_input_token: NonNegativeInt | None = Field(
         None, description="token by which placeholders get the inputs of each layer; default: image_token"
     )
@@ -128,6 +131,11 @@ class VisionConfig(StrictConfig):
     def num_used_layers(self) -> int:
         """Number of vision encoder layers up to the one whose output is projected; later layers are not computed."""
         return self.feature_layer if self.feature_layer >= 0 else self.num_layers + 1 + self.feature_layer
+
+    @property
+    def feature_tokens(self) -> tuple[int, ...]:
+        """Tokens that image features replace: the placeholder and the indicators."""
+        return (self.image_token, *self.indicator_tokens)
 
     @property
     def patches_per_image(self) -> int:

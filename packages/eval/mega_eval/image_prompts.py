@@ -118,11 +118,12 @@ def _assemble_module_prompt(
         parts[-1], special = f"{vision.module.tokens.get('bos_token', '')}{parts[-1]}\n", False
     whole = parts[0] + "".join(one.text + part for one, part in zip(texts, parts[1:], strict=True))
     tokens = np.array(tokenizer.encode(whole, add_special_tokens=special), np.int64)
-    rows = np.where(tokens == vision.image_token, np.cumsum(tokens == vision.image_token) - 1, -1)
-    if (features := sum(one.features for one in texts)) != rows.max(initial=-1) + 1:
+    features = np.isin(tokens, vision.feature_tokens)
+    rows = np.where(features, np.cumsum(features) - 1, -1)
+    if (count := sum(one.features for one in texts)) != rows.max(initial=-1) + 1:
         raise DataError(
             f"the tokenizer makes {rows.max(initial=-1) + 1} tokens {vision.image_token} of the text of images with "
-            f"{features} features",
+            f"{count} features",
             hint="use the tokenizer of the model",
         )
     inputs, positions = [part for one in pictures for part in one.pixels], None

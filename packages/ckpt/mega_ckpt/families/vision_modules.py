@@ -12,7 +12,7 @@ from math import isqrt
 from typing import Any
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families.config_entries import ConfigDict, ConfigEntry
+from mega_ckpt.families.config_entries import ConfigDict, ConfigEntry, ConfigMismatchError
 from mega_ckpt.families.disk_layouts import SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import CARRIED
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE
@@ -48,13 +48,9 @@ class VisionModuleFamily(VisionLanguageFamily):
     """Declaration of a HuggingFace family whose vision encoder runs as a module of transformers.
 
     Attributes:
-        encoder: name of the vision encoder in transformers' model.
-        decoder: name of the text model in transformers' model.
         caps_logits: the whole model has the text model's soft cap of logits.
     """
 
-    encoder: str = "vision_tower"
-    decoder: str = "language_model"
     caps_logits: bool = False
 
     @property
@@ -91,13 +87,23 @@ class VisionModuleFamily(VisionLanguageFamily):
         sizes["image_size"] = patches * sizes["patch_size"]
         sizes["num_attention_heads"] = find_largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
         positions = text.rope.sections is not None
-        module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
-        fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False, "module": module}
+        fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False}
         try:
-            vision = VisionConfig.parse(fields, source=f"{source}: vision_config")
+            fields |= self.find_vision_fields(config, text)
+            VisionConfig.parse(fields, source=f"{source}: vision_config")  # before transformers builds so many layers
+            module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
+            vision = VisionConfig.parse({**fields, "module": module}, source=f"{source}: vision_config")
             return ModelConfig.parse({**text.model_dump(exclude_unset=True), "vision": vision}, source=source)
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
+        except ConfigMismatchError as error:
+            raise CheckpointError(f"{source}: this model is not supported: {error}") from None
+
+    def find_vision_fields(self, config: Any, text: ModelConfig) -> dict[str, Any]:
+        """Return more `VisionConfig` fields, from transformers' configuration of the model and from its text model.
+        Raises ConfigMismatchError for settings that are not supported.
+        """
+        return {}
 
     def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the text model's section of config.json, with transformers' defaults for absent keys.
@@ -178,21 +184,15 @@ class Gemma4VisionFamily(OptionalVisionFamily):
     With `use_bidirectional_attention: vision` placeholders of an image attend to each other in the layers with a sliding window.
     """
 
-    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
-        Placeholders have the per-layer inputs of the padding token. Raises CheckpointError if `pad_token_id` is
-        missing.
-        """
-        model, text = super().read_config_json(raw, source), self.text_config_of(raw)
-        padding = text.get("pad_token_id")
-        together = text.get("use_bidirectional_attention") == "vision" and model.has_attention_windows
-        if padding is None or model.vision is None:
-            raise CheckpointError(
-                f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
-            )
-        fields = {"layer_input_token": padding, "bidirectional": together, "bidirectional_windows": together}
-        vision = model.vision.model_copy(update=fields)
-        return model.model_copy(update={"vision": vision})
+    caps_logits: bool = True
+
+    def find_vision_fields(self, config: Any, text: ModelConfig) -> dict[str, Any]:
+        """Return more `VisionConfig` fields: placeholders have the per-layer inputs of the padding token, which is required."""
+        inner = config.text_config
+        if inner.pad_token_id is None:
+            raise ConfigMismatchError("text_config.pad_token_id is missing (the padding token, 0)")
+        together = inner.use_bidirectional_attention == "vision" and text.has_attention_windows
+        return {"layer_input_token": inner.pad_token_id, "bidirectional": together, "bidirectional_windows": together}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
@@ -203,12 +203,11 @@ class Gemma4VisionFamily(OptionalVisionFamily):
 class PaliGemmaFamily(VisionModuleFamily):
     """Declaration of PaliGemma (arXiv:2407.07726, arXiv:2412.03555), in which all tokens of a prompt attend to each other."""
 
-    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`."""
-        model = super().read_config_json(raw, source)
-        assert model.vision is not None
-        vision = model.vision.model_copy(update={"bidirectional": True, "bidirectional_prompt": True})
-        return model.model_copy(update={"vision": vision})
+    caps_logits: bool = True
+
+    def find_vision_fields(self, config: Any, text: ModelConfig) -> dict[str, Any]:
+        """Return more `VisionConfig` fields: bidirectional attention among the tokens of a prompt."""
+        return {"bidirectional": True, "bidirectional_prompt": True}
 
     def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the text model's section of config.json; see `VisionModuleFamily.text_config_of`.
@@ -221,6 +220,29 @@ class PaliGemmaFamily(VisionModuleFamily):
         return [
             key for key in super().unread_keys(raw) if key not in ("vision_config.projection_dim", "num_image_tokens")
         ]
+
+
+@dataclass(frozen=True)
+class Ovis2Family(VisionModuleFamily):
+    """Declaration of Ovis2 (arXiv:2405.20797): patches are distributions over a visual vocabulary, whose embeddings also replace
+    those of the tokens that begin, end and separate the tiles of an image.
+    """
+
+    def find_vision_fields(self, config: Any, text: ModelConfig) -> dict[str, Any]:
+        """Return more `VisionConfig` fields: the indicators. Raises ConfigMismatchError for random patches, another number of
+        indicators than 5, and sizes that differ from those of the text model.
+        """
+        inner, tokens = config.vision_config, tuple(config.visual_indicator_token_ids)
+        for name, found, allowed in (
+            ("hidden_size", config.hidden_size, (text.hidden_size,)),
+            ("vocab_size", config.vocab_size, (text.vocab_size,)),
+            ("vision_config.num_visual_indicator_tokens", inner.num_visual_indicator_tokens, (5,)),
+            ("number of visual_indicator_token_ids", len(tokens), (5,)),
+            ("vision_config.tokenize_function", inner.tokenize_function, ("softmax", "st_argmax")),
+        ):
+            if found not in allowed:
+                raise ConfigMismatchError(f"{name} = {found} must be {' or '.join(map(str, allowed))}")
+        return {"indicator_tokens": tokens}
 
 
 def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
@@ -251,18 +273,17 @@ def vision_module_family(
     encoder: str = "vision_tower",
     decoder: str = "language_model",
     legacy: bool = False,
+    kind: type[VisionModuleFamily] = VisionModuleFamily,
 ) -> VisionModuleFamily:
     """Return the declaration of a family from the names of its class and of its parts in transformers.
-    With `legacy` there are folders with the names of older versions as well.
+    With `legacy` there are folders with the names of older versions as well. `kind` is the class of the declaration.
     """
-    return VisionModuleFamily(
+    return kind(
         name=name,
         architecture=f"{architecture}ForConditionalGeneration",
         entries=(),
         styles=_styles(encoder, decoder, legacy=legacy),
         buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)",
-        encoder=encoder,
-        decoder=decoder,
     )
 
 
@@ -296,20 +317,13 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     vision_module_family("vipllava", "VipLlava", legacy=True),
     vision_module_family("exaone4_5", "Exaone4_5_", encoder="visual"),
     vision_module_family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
-    PaliGemmaFamily(
-        name="paligemma",
-        architecture="PaliGemmaForConditionalGeneration",
-        entries=(),
-        styles=_styles("vision_tower", "language_model", legacy=True),
-        caps_logits=True,
-        buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)",
+    vision_module_family("paligemma", "PaliGemma", legacy=True, kind=PaliGemmaFamily),
+    replace(
+        vision_module_family("ovis2", "Ovis2", kind=Ovis2Family),
+        styles=_styles("vision_tower", "language_model", legacy=False)[1:],  # no vision_model in the encoder
     ),
-    Gemma4VisionFamily(
-        name="gemma4",
-        architecture="Gemma4ForConditionalGeneration",
-        entries=(),
-        styles=_styles("vision_tower", "language_model", legacy=False),
-        caps_logits=True,
+    replace(
+        vision_module_family("gemma4", "Gemma4", kind=Gemma4VisionFamily),
         buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)|(model\.)?(audio_tower|embed_audio)\..*",
     ),
     OptionalVisionFamily(
@@ -337,7 +351,7 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     ),
 )
 
-# Types whose images enter in another way than by features in place of placeholders.
+# Types of which the text model lacks something.
 REFUSED: Mapping[str, str] = {
-    "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
+    "ernie4_5_vl_moe": "tokens of text and of images have experts of their own, of different widths, in each layer",
 }

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy.typing as npt
 
+FEATURE_ORDER = "feature_order"  # int64 [1, k]: which features stand for an image; indicators follow those of pixels
+
 
 @dataclass(frozen=True)
 class ImageInputs:
     """Inputs of a vision module for one image.
 
     Attributes:
-        arrays: inputs by the names of transformers, such as `pixel_values`; the first axis joins images.
+        arrays: inputs by the names of transformers, such as `pixel_values`, and `FEATURE_ORDER`; the first axis joins images.
         shape: (1, rows, columns) of the image's features; one row of all features where they have no grid.
     """
 

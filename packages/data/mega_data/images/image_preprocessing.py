@@ -123,10 +123,8 @@ def preprocess_image_chats(
                 prefix, tokenizer, ChatRecordConverter(chat, tokenizer, _write_sample_image(images)), images, token
             )
         )
-        skipped_files, bar = (
-            SkippedFiles(),
-            stack.enter_context(ProgressBar("reading conversations", unit="conversations")),
-        )
+        bar = stack.enter_context(ProgressBar("reading conversations", unit="conversations"))
+        skipped_files = SkippedFiles()
         items = iterate_image_records(inputs, skipped_files)
         while batch := list(islice(items, BATCH)):
             for item in writer.add_records(batch, folder):
@@ -217,15 +215,13 @@ class _ImageDatasetWriter:
         self.notes += notes + Counter(note for _, document, _ in good for note in document.notes)
         for (record, document, images), arrays in zip(good, texts, strict=True):
             counts = [one.features for one in images] or self._count_record_placeholders(record, folder)
-            expanded = (
-                counts
-                if isinstance(counts, RejectedItem)
-                else self._expand_placeholders(record, document, arrays, counts)
-            )
+            if isinstance(counts, RejectedItem):
+                yield counts
+                continue
+            expanded = self._expand_placeholders(record, document, arrays, counts)
             if isinstance(expanded, RejectedItem):
                 yield expanded
             elif expanded is not None:
-                assert not isinstance(counts, RejectedItem)
                 self._write_record(record, expanded, counts)
                 self.bytes += document.size
 
@@ -233,9 +229,8 @@ class _ImageDatasetWriter:
         """Return the number of placeholders of each image of a record."""
         if self.images.vision is None or not self.images.vision.has_variable_tokens:
             return [self.images.tokens] * len(record.images)
-        from mega_data.images.image_pixels import (
-            count_image_placeholder_tokens,  # local: a fixed number does not require Pillow
-        )
+        # local: a fixed number does not require Pillow
+        from mega_data.images.image_pixels import count_image_placeholder_tokens
 
         return _apply_to_images(record, folder, partial(count_image_placeholder_tokens, vision=self.images.vision))
 
@@ -281,8 +276,9 @@ class _ImageDatasetWriter:
             self.empty += 1
             return None
         (array,) = arrays
-        here = array["token"] == self.token
-        module = self.images.vision is not None and self.images.vision.module is not None
+        vision = self.images.vision
+        here = array["token"] == self.token if vision is None else np.isin(array["token"], vision.feature_tokens)
+        module = vision is not None and vision.module is not None
         if int(here.sum()) != (sum(counts) if module else len(record.images)):
             reason = (
                 f"{len(record.images)} image(s), but the text has {self.images.placeholder} {int(here.sum())} times"

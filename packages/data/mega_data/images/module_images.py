@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +21,10 @@ from tokenizers.models import WordLevel
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_common.transformers_config import VisionModuleConfig
-from mega_data.images.image_inputs import ImageInputs, ImageText
+from mega_data.images.image_inputs import FEATURE_ORDER, ImageInputs, ImageText
 
 _TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
+_ATOM, _INDICATORS = "<IMG_ATOM>", ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")  # of Ovis2
 _STANDARD = frozenset({"bos_token", "cls_token", "eos_token", "mask_token", "pad_token", "sep_token", "unk_token"})
 
 
@@ -78,10 +80,26 @@ class ModuleImageProcessor:
         )  # its image_token is one token of the text
         arrays = {name: _to_array(value) for name, value in found.items() if name not in _TEXT_INPUTS}
         shape = (1, 1, text.count(token))
+        if self.kind == "ovis2":
+            arrays[FEATURE_ORDER] = _order_features(text)
+            shape = (1, 1, arrays[FEATURE_ORDER].size)
         if "image_grid_thw" in arrays:
             high, wide = (int(side) // processor.image_processor.merge_size for side in arrays["image_grid_thw"][0, 1:])
             shape = (1, high, wide)
         return ImageInputs(arrays, shape), ImageText(processor.image_token, text, shape[1] * shape[2])
+
+
+def _order_features(text: str) -> np.ndarray:
+    """Return the order of an image's features in its text, int64 [1, k], of placeholders and of Ovis2's indicators.
+    Indicators are numbered after the placeholders.
+    """
+    names = re.findall("|".join((_ATOM, *_INDICATORS)), text)
+    atoms = np.cumsum([name == _ATOM for name in names])
+    order = [
+        atom - 1 if name == _ATOM else atoms[-1] + _INDICATORS.index(name)
+        for name, atom in zip(names, atoms, strict=True)
+    ]
+    return np.array([order], np.int64)
 
 
 def _to_array(value: Any) -> np.ndarray:

@@ -91,10 +91,10 @@ class ImageChatSamples(PackedSamples):
         positions, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         at = 0
         for start, size in zip(starts, sizes, strict=True):
-            here = np.flatnonzero(tokens[start : start + size] == self._vision.image_token)
+            here = np.flatnonzero(self._mark_features(tokens[start : start + size]))
             if here.size:
                 document = int(np.searchsorted(self._document_starts, start, side="right")) - 1
-                before = int((tokens[self._document_starts[document] : start] == self._vision.image_token).sum())
+                before = int(self._mark_features(tokens[self._document_starts[document] : start]).sum())
                 numbers = before + np.arange(here.size)
                 positions.append(at + here)
                 document_pixels, document_features = self._load_document_images(document, numbers)
@@ -102,6 +102,10 @@ class ImageChatSamples(PackedSamples):
                 pixels += document_pixels
             at += size
         return SampleImages(pixels, np.concatenate(positions), np.concatenate(features)) if pixels else None
+
+    def _mark_features(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Return which tokens stand for image features."""
+        return np.isin(tokens, self._vision.feature_tokens)
 
     def _count_features(self, pixels: list[Pixels]) -> int:
         """Return the number of features of some squares or images."""

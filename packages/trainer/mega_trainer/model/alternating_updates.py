@@ -40,12 +40,8 @@ class AlternatingUpdate(nn.Module):
         config, altup, name = build.config, build.config.altup, f"model.layers.{layer}.altup"
         assert altup is not None
         n, std = altup.streams, config.init_std
-        self.streams, self.active, self.clip, self.linear = (
-            n,
-            altup.active,
-            altup.coefficient_clip,
-            build.unsharded_linear,
-        )
+        self.streams, self.active, self.clip = n, altup.active, altup.coefficient_clip
+        self.linear = build.unsharded_linear
         self.scale = build.build_replicated(f"{name}.correct_output_scale", (config.hidden_size,), fill=1.0)
         self.correction = build.build_replicated(f"{name}.correction_coefs.weight", (n, n), std=std)
         self.prediction = build.build_replicated(f"{name}.prediction_coefs.weight", (n * n, n), std=std)

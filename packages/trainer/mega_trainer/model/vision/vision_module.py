@@ -27,6 +27,7 @@ from mega_ckpt.transformers_library import (
     to_canonical_vision_tensor_name,
 )
 from mega_common.vision_config import TOWER
+from mega_data.images.image_inputs import FEATURE_ORDER
 from mega_trainer.distributed.device import to_device
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.vision.native_resolution import ImagePartition
@@ -141,6 +142,11 @@ class TransformersVisionModule(nn.Module):
             output = found.pooler_output
             if output is None:  # Llama 4's features before the projector
                 output = self.module.multi_modal_projector(found.last_hidden_state)
+        if FEATURE_ORDER in images[0]:
+            each = output.reshape(len(images), -1, output.shape[-1])
+            each = torch.cat([each, found.visual_indicator_features.expand(len(images), -1, -1)], 1)
+            orders = to_device(torch.cat([image[FEATURE_ORDER] for image in images]), device)
+            output = each[torch.arange(len(images), device=device)[:, None], orders]
         parts = [output] if isinstance(output, Tensor) else output
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
