@@ -84,7 +84,7 @@ class PipelineExecutor:
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
-        """Run this pipeline rank's operations of a step (without gradients only forwards), and return the loss sums.
+        """Run this rank's operations of a step (no backwards under `no_grad`); return its loss sums, zero before the last stage.
         The parameters' hooks collect gradients.
 
         A subsequence of the common order of all ranks that leaves out whole messages (send and receive), such as the
