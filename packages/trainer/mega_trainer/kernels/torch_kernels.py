@@ -102,7 +102,7 @@ class TorchKernels:
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient of `grouped_linear`."""
+        """Return the weight gradient of `grouped_linear`, in or added to `out` if given."""
         return grouped_gemm.grouped_wgrad_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:

@@ -391,7 +391,7 @@ def peak_in_flight_microbatches(schedule: PipelineSchedule) -> list[int]:
 def compute_peak_pipeline_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
-    """Return a pipeline rank's peak memory from each stage's memory per micro-batch: `activations` till B or I, `deferred` till W.
+    """Return a pipeline rank's peak memory from each stage's memory per micro-batch: `activations` to B or I, `deferred` to W.
     It is in the unit of `activations` and `deferred`.
 
     Args:
