@@ -71,7 +71,7 @@ class PackedDocumentMask:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedDocumentMask:
-        """Return the attention mask of packed documents with given numbers of tokens.
+        """Return the attention mask of packed documents of `lengths` tokens, each masked by `band`, with tensors on `device`.
         The host does not wait for the device.
         """
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

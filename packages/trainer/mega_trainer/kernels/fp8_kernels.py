@@ -312,7 +312,7 @@ def round_to_nvfp4(x: Tensor, rows: int = 1) -> Tensor:
 
 
 def rotate_blocks(x: Tensor) -> Tensor:
-    """Multiply each 16 columns of a matrix [M, K] by a Hadamard matrix with random signs, which spreads outliers.
+    """Multiply each 16 columns of a matrix [M, K] by a Hadamard matrix with fixed signs, which spreads outliers.
     The signs are Transformer Engine's; the product of two rotated matrices a b^T is that of the matrices.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -332,7 +332,7 @@ class Nvfp4Kernels(TorchKernels):
     """
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Round a linear layer's weight to NVFP4."""
+        """Return a linear layer's weight rounded to NVFP4, in its own dtype."""
         return round_to_nvfp4(weight, NVFP4_BLOCK)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from mega_trainer.kernels import gemm_accumulation
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Assignment of M rows to groups (experts) for a grouped GEMM.
+    """Assignment of consecutive rows to groups (experts) for a grouped GEMM, by the end of each group's rows.
     The first rows belong to group 0, the next to group 1, and so on; a group may be empty.
 
     Rows after those of the last group belong to no group: GEMMs skip them, and their outputs are arbitrary.

@@ -33,9 +33,7 @@ class RelativePositionBias:
     zero: int
 
     def compute_relative_bias_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
-        """Return the index into `values` for each pair of a query and a key: int64 [queries, keys].
-        The arguments are ranges of queries and keys; `ahead` is the total keys minus the total queries.
-        """
+        """Return the index into `values` of each query and key, int64 [queries, keys]; `ahead` is all keys minus all queries."""
         at = torch.arange(queries.start, queries.stop, device=self.values.device) + (ahead - self.zero)
         return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
 
@@ -199,7 +197,7 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention to some of the keys and the log-sum-exp of scores, to be merged with other blocks.
+        """Return the attention to some of the keys and the log-sum-exp of scores, without sinks, to be merged with other blocks.
         The caller also applies attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the

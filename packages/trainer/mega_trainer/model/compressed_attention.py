@@ -135,7 +135,7 @@ class CompressionWindows:
 
 
 class TokenCompressor(nn.Module):
-    """Compressor of each window of tokens to one entry, a gated mean of projections of its tokens.
+    """Compressor of each window of tokens to one key/value entry, a gated mean of projections of its tokens.
     `size` is the width of an entry; with `overlap`, an entry is over two windows.
     """
 

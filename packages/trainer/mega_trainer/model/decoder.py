@@ -288,9 +288,9 @@ class Decoder(nn.Module):
         """
         for index, layer in enumerate(self.layers):
             x = self.add_deepstack(self.saved.run_layer(index, layer, x, context), context, self.stage.first + index)
-        return self.fit_stream(x, heads=self.stage.heads)
+        return self.resize_stream_width(x, heads=self.stage.heads)
 
-    def fit_stream(self, x: Tensor, *, heads: bool = False) -> Tensor:
+    def resize_stream_width(self, x: Tensor, *, heads: bool = False) -> Tensor:
         """Pad with zeros or cut hidden states of a model with expert shortcuts to the width that the next stage or head needs.
         In a model whose experts' output is added after the next layer, those for a stage have the stream's width, with zeros
         where there is no such output, and those for the head the model's.

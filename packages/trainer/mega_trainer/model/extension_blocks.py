@@ -71,7 +71,7 @@ def list_block_tensors(
 
 
 def check_block_output(where: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """Check that a block returns a tensor of the shape and dtype of its input; a forward hook of its module.
+    """Raise a ConfigError unless a block's output has the shape and dtype of its input; a forward hook of its module.
 
     Raises:
         ConfigError: if it does not; `where` names the block.

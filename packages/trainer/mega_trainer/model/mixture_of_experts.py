@@ -149,7 +149,7 @@ class GroupedExperts(nn.Module):
         self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
-        """Map token rows sorted by expert [M, D] and routing weights [M] to the weighted expert outputs [M, D]."""
+        """Map rows sorted by expert [M, D] and their weights [M] to weighted expert outputs [M, D], partial over `expert_tp`."""
         after: Tensor | None = weights
         if self.weighted_inputs:
             x, after = x * weights.to(x.dtype).unsqueeze(-1), None

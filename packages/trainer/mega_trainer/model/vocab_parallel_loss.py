@@ -161,8 +161,8 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the tokens' cross entropies with their labels, and each token's loss [N].
-    They are computed from `hidden` and the output matrix `head`, split over `group`, without keeping the logits.
+    """Return the weighted sum of the tokens' cross entropies (or `soft` losses) and each token's loss [N]; keep no logits.
+    They are computed from `hidden` and the output matrix `head`, split over `group`.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`. Its gradient is partial, to be summed over the ranks.

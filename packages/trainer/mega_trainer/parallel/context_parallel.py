@@ -135,7 +135,7 @@ class KeyValueExchange(Protocol):
         """Call `work` with every context rank's number and packed keys and values, this rank's (`mine`) first."""
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` with every rank's keys and values; return the sum over all ranks of its gradients of `mine`.
+        """Call `work` for the gradients of each rank's keys and values; return the sum of all ranks' gradients of `mine`.
         `work` is called with the rank's number and packed keys and values, this rank's (`mine`) first. It returns the
         gradient of those keys and values from this rank's queries, in at least fp32.
         """
@@ -157,7 +157,7 @@ class RingKeyValueExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` with each rank's keys and values, passed around a ring; return the sum of all gradients of `mine`.
+        """Call `work` with each rank's keys and values, passed around a ring; return the sum of all ranks' gradients of `mine`.
         The sum of the gradients that it returns follows one step behind, and a last step brings it to its rank.
         """
         following: RingTransfer | None = None

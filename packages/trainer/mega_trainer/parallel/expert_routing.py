@@ -21,8 +21,7 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 @dataclass(frozen=True)
 class MicroBatchRouting:
-    """Expert routing state of one micro-batch in a training step.
-    It has the routers' inputs (masks, loss weights) and load counters of all layers.
+    """Expert routing of one micro-batch in a step: the routers' masks and loss weights, and the loads that they record.
 
     Attributes:
         affects_loss_mask: bool [B, S], tokens that can affect the loss; None: all.
@@ -49,8 +48,7 @@ class MicroBatchRouting:
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """Experts of a micro-batch's tokens for rollout routing replay (R3).
-    Given experts replace the router's choices, and all are recorded.
+    """Experts of a micro-batch's tokens for rollout routing replay (R3): those given to be used, and those recorded.
 
     Legend: L layers with experts, K experts per token.
 

@@ -107,7 +107,7 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return a parameter of zeros with the local `shape`, and with its `ParameterInfo` attached.
+    """Return a parameter of zeros (with `packing` a placeholder) of the local `shape`, with its `ParameterInfo` attached.
     `pieces` locate it in canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `QuantizedFrozenWeight`; the parameter has the shape and dtype, and one zero in memory.

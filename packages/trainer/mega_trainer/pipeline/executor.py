@@ -44,8 +44,7 @@ PASS_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"
 
 @dataclass
 class PipelineExecutor:
-    """Executor of the operations of one pipeline rank.
-    It runs the rank's forwards, backwards and messages for each step, in the order of the schedule.
+    """Executor of one pipeline rank: runs its stages' forwards, backwards and messages in the order of a schedule.
 
     Attributes:
         schedule: operations of all ranks for one number of micro-batches; it is made again for another number.
@@ -148,7 +147,7 @@ class PipelineExecutor:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Put this rank's stages in evaluation mode, without dropout, while the `with` block runs."""
+        """Put this rank's stages in evaluation mode, without dropout, for the `with` block, then back in their mode."""
         stages, training = nn.ModuleList(self.stages.values()), self.first_local_stage.training
         stages.eval()
         try:

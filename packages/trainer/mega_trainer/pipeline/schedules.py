@@ -313,7 +313,7 @@ class PipelineOpCosts:
         return seconds * (self.stages[op.stage] if self.stages else 1.0)
 
     def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
-        """Return the time of a forward and a backward that run as one pair."""
+        """Return the time of a forward and a backward that run as one pair, the sum of both."""
         return self.op_duration(forward) + self.op_duration(backward)
 
 
