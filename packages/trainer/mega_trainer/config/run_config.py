@@ -455,7 +455,7 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`.
+    """Return the content of a run.yaml with its abbreviations expanded, such as `model: {preset: name}`.
     The result needs no other file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
@@ -539,8 +539,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration to plan for: a run.yaml, or a model alone.
-    A model is a folder of weights or a HuggingFace config.json; it becomes a run without data.
+    """Read the run for `mega plan` from a run.yaml, or make one from a model alone: its folder or config.json.
+    A run from a model alone has no data.
 
     Raises:
         ConfigError: with every problem at once.
