@@ -175,7 +175,7 @@ def build_checked_trial_config(base: Mapping[str, Any], settings: Mapping[str, A
 
 
 def check_each_swept_value(base: Mapping[str, Any], config: SweepConfig, source: str) -> None:
-    """Check each value of each setting alone, and the ends of ranges, with the run.yaml `base`.
+    """Raise `ConfigError` for an unknown setting, or a swept value or end of a range that the run.yaml `base` rejects.
 
     Raises:
         ConfigError: for an unknown setting, or a value that run.yaml refuses whatever the other settings are.

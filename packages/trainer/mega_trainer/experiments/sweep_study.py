@@ -231,7 +231,7 @@ class Sweep:
         return not saves_here or any(each.step == log.last["step"] for each in log.list_checkpoints())
 
     def finish_trial(self, trial: int, *, failed: bool) -> None:
-        """Record a trial whose runs have ended.
+        """Record for the sampler the mean metric of a trial whose runs have ended, or that the trial failed.
 
         Raises:
             ConfigError: if the runs did not log the metric.
@@ -260,7 +260,7 @@ class Sweep:
         return TrialResult(trial, self.study.draw_trial(trial), state, logs, values, note if state == "failed" else "")
 
     def read_trial_results(self) -> list[TrialResult]:
-        """Return the results of all trials that have been drawn, best first; those without a value last."""
+        """Return the results of all drawn trials: done ones best first, then running, waiting and failed ones."""
         results = [self.read_result(trial) for trial in range(self.config.num_trials)]
         sign = 1 if self.config.goal == "min" else -1
         order = {"done": 0, "begun": 1, "waiting": 2, "failed": 3}
