@@ -139,7 +139,7 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
 def compare_replayed_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield, for each replayed step, a line of text and whether its metrics equal the recorded ones bit by bit.
+    """Yield (line of text, whether the metrics are bitwise the recorded ones; True if none were) of each replayed step.
     `again` has the replayed steps and `recorded` the recorded ones.
     """
     for step, line in again.items():
