@@ -148,8 +148,7 @@ ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the
 
 
 def compute_preference_metrics(pairs: PreferenceLogProbs, rewards: Tensor) -> Tensor:
-    """Return the metrics of each of P preference pairs, [10, P].
-    There is one row per metric in the order of `PAIR_METRICS` (TRL's names) and then `ANSWER_SHARES`.
+    """Return TRL's metrics (`PAIR_METRICS`) and then `ANSWER_SHARES` of each of P preference pairs, [10, P].
 
     Missing answers have zeros.
     """
@@ -238,9 +237,7 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return minus the gradient of the preference loss in each label's log-probability in a micro-batch [B, s].
-        The losses and metrics are added to this objective's sums.
-        """
+        """Return minus the gradient [B, s] of the preference loss in the log-probabilities; add loss and metrics to the sums."""
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
             pairs = PreferenceLogProbs(policy, reference, answers.tokens, kl)

@@ -215,10 +215,9 @@ class CachedReferenceModel:
 def collect_reference_log_prob_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the reference model's summed answer log-probabilities of each sample, for the cache.
-    If the loss (KTO) needs them, the log-probabilities of answers moved to another question are included.
+    """Return `answers`, and for KTO `mismatched`: reference log-probability sums fp64 [2 P] of each sample, on every rank.
 
-    Each is fp64 [2 P], on every rank. A collective call of all ranks.
+    Mismatched answers are those moved to another question. A collective call of all ranks.
     """
     kinds: tuple[SampleHalf, ...] = ("answers", "mismatched") if config.objective.kind == "kto" else ("answers",)
     return {str(what): _collect_answer_sums(executor, config, batch, what, samples, device) for what in kinds}
