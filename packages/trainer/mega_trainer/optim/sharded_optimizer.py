@@ -76,8 +76,8 @@ class ShardedOptimizer:
         return compute_grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
-        """Run one optimizer update with scaled gradients, and start to all-gather the new weights.
-        The gradients are multiplied by `scale` in place; `wait_for_params` waits for the weights.
+        """Multiply the gradients by `scale` in place, update the weights, and start to all-gather them.
+        `wait_for_params` waits for the weights.
 
         `decoupled_lr` is the rate of the input embedding and the output layer, if they have separate param groups.
         """
