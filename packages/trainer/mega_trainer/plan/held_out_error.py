@@ -19,7 +19,7 @@ def classify_model(model: ModelConfig) -> str:
 
 
 def describe_prediction_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
-    """Return the error of step-time predictions for published runs of this kind, for `mega plan --json`.
+    """Return `class`, `runs`, `median` and `p90` of the error of predicted step times of similar published runs.
     The runs form the narrowest class with published runs. The keys are `class`, `runs`, and the `median` and 90th
     percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
     generation of GPUs was published.

@@ -320,7 +320,7 @@ def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
     count: ParameterCounts | None = None, like: OtherTrainer | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with given settings, in mega or another trainer, or None if it is not legal."""
+    """Return a layout's predicted time and memory, whether it fits or not, in mega or `like`; None for invalid settings."""
     changed = _apply_layout(config, settings, ranks)
     if changed is None:
         return None
@@ -354,7 +354,7 @@ def _predict_layout_memory(
 def plan_layout_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
-    """Return the planned layout with given settings, or None if it is invalid or does not fit.
+    """Return a layout's predicted time and memory in mega, or None if the settings are invalid or do not fit the memory.
     It must be valid for the run and fit the machine's memory.
     """
     layout = plan_layout(config, settings, ranks, machine, count)

@@ -15,7 +15,7 @@ from mega_trainer.plan.training_layout import TrainingLayout
 
 
 def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
-    """Return the parallel degrees, batch sizes and memory options of a run on `world_size` ranks.
+    """Return the layout of a run on `world_size` ranks: parallel degrees, batch sizes and memory options.
     Predictions of its step time and memory take them.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
