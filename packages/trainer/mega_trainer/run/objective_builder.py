@@ -60,7 +60,7 @@ def build_objectives(
     valid: BlendedDataset | None,
     generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the training and the validation objective of a run.
+    """Build the training and validation objective of a run, after computing reference or teacher outputs not yet cached.
     They include the reference or teacher model that they need. A collective call of all ranks.
 
     A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
