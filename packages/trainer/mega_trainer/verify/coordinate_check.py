@@ -116,7 +116,7 @@ class CoordinateCheck:
 def check_coordinates(
     config: RunConfig, widths: Sequence[int], advance: Callable[[str], None] = lambda what: None
 ) -> CoordinateCheck:
-    """Train a tiny model of the run's kind at several widths, with muP and without, and measure its activations.
+    """Return the coordinate check of a tiny model of the run's kind, trained at several widths with muP and without.
 
     Args:
         config: the run; the base width is that of `optimizer.mup`, or else the smallest of `widths`.

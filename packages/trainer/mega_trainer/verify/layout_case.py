@@ -236,7 +236,7 @@ def iterate_layouts(
 
 
 def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> tuple[int, dict[str, Any]]:
-    """Draw the pipeline stages and the batch of a layout, which it leaves open.
+    """Draw what a layout leaves open: the number of layers, and fields of a `LayoutCase` for stages and batch.
 
     Returns:
         The number of layers, and fields of a `LayoutCase`.
