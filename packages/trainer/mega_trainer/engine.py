@@ -104,7 +104,7 @@ class TrainingEngine:
     # ------------------------------------------------------------------------------------------------------- computing
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, routes: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the log-probability that the model gives to each token of each sequence but the first.
+        """Return the log-probability, without gradient, that the model gives to each token of each sequence but the first.
         Each probability is conditional on the tokens before it.
 
         Args:
