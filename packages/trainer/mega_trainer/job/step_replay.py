@@ -110,7 +110,7 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
     raw = config.model_dump(mode="json", by_alias=True)
     raw["train"] |= {"exit_interval": step, "exit_after_minutes": None}
     raw["checkpoint"] |= {"load": checkpoint and str(checkpoint), "path": None, "save": False, "allow_lr_jump": True}
-    raw["log"] |= {"every": 1, "tensorboard": False, "wandb": None}
+    raw["log"] = {"tensorboard": False}  # no tracker gets a step twice
     return RunConfig.parse({**raw, "profile": None, "output": str(Path(config.output) / "replay")})
 
 
