@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -446,6 +447,11 @@ def flatten_settings(value: object, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
+def format_overrides(settings: Mapping[str, object]) -> list[str]:
+    """Return settings, {dotted path: value}, as arguments PATH=VALUE of the option `--set`, with values as JSON."""
+    return [f"{path}={json.dumps(value)}" for path, value in settings.items()]
+
+
 def _iterate_texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -539,8 +545,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the run for `mega plan` from a run.yaml, or make one from a model alone: its folder or config.json.
-    A run from a model alone has no data.
+    """Read the run for `mega plan` from a run.yaml, or make one without data from a model alone: its folder or config.json.
 
     Raises:
         ConfigError: with every problem at once.

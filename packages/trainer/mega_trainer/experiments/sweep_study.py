@@ -26,6 +26,7 @@ from optuna.trial import TrialState, create_trial
 from mega_common.atomic_files import open_atomic_file
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
+from mega_trainer.config.run_config import format_overrides
 from mega_trainer.experiments.sweep_config import (
     SEED_KEY,
     NumberRange,
@@ -33,7 +34,6 @@ from mega_trainer.experiments.sweep_config import (
     SweptValues,
     build_checked_trial_config,
     check_each_swept_value,
-    format_overrides,
 )
 from mega_trainer.pages.run_log import METRICS, RunLog
 

@@ -121,7 +121,7 @@ class CorruptionCheck:
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Raise `TrainingError` if losses or gradients of one micro-batch differ among data ranks; checked if due at `step`.
+        """Raise `TrainingError` if loss or gradients of one micro-batch differ bitwise among data ranks, if due at `step`.
 
         The micro-batch is the first of data rank 0; with a pipeline, it is the first `pp` ones.
 
@@ -133,7 +133,7 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def compare_replicas_after_step(self, step: int, *, saves: bool) -> None:
-        """Raise `TrainingError` if replicated weights or optimizer state differ among ranks; checked if due or before a save.
+        """Raise `TrainingError` if replicated weights or optimizer state differ among ranks, if due or before a save.
 
         Raises:
             TrainingError: on every rank, when some differ.

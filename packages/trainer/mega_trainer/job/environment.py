@@ -38,10 +38,7 @@ def get_library_environment(config: RunConfig) -> dict[str, str]:
 
 
 def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """Return a line with the library variables' values in `environment`, each with a note if it is not mega's choice.
-    It has the values in `environment` of the variables of `get_library_environment`, with a note where the user has set
-    another value.
-    """
+    """Return a line with the values in `environment` of the variables that mega sets for libraries, noting other values."""
     chosen = get_library_environment(config)
     return ", ".join(
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")

@@ -86,11 +86,7 @@ def _check_optimizer(saved: Mapping[str, Any], config: RunConfig, where: str) ->
 
 
 def list_allowed_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
-    """Return the settings that differ from saved ones as `path: old -> new`; `ConfigError` for a model that may not differ.
-
-    Raises:
-        ConfigError: when a setting of the model differs.
-    """
+    """Return the settings that differ from saved ones as `path: old -> new`; `ConfigError` for a model that may not differ."""
     of_model, others = diff_run_settings(saved, config)
     fits = not of_model or _has_saved_tensors(saved, config)
     if of_model and not (fits and config.checkpoint.allow_changes):
@@ -222,7 +218,7 @@ def find_newer_memory_copy(
 ) -> TrainingStateCopy | Location | None:
     """Return this rank's memory copy, or a checkpoint written from all copies, to start from; None if none is newer.
 
-    It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies.
+    It is this rank's copy if the number of ranks and the settings are equal.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (

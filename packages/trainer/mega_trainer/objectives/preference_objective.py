@@ -27,11 +27,11 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
+    compute_answer_log_prob_sums,
     contributes_answer_sums,
     count_answers,
     count_row_pairs,
     pair_mismatched_answers,
-    score_answers,
     split_preference_answers,
 )
 from mega_trainer.objectives.sample_cache import ReferenceModel
@@ -226,7 +226,7 @@ class PreferenceObjective(TrainingObjective):
         mismatched = pair_mismatched_answers(batch)
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
         answers = split_preference_answers(mismatched, micro, self.groups.cp)
-        policy = score_answers(self.executor, micro, answers)
+        policy = compute_answer_log_prob_sums(self.executor, micro, answers)
         reference = self.reference.get_answer_log_prob_sums(mismatched, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()
         ratio = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])

@@ -213,9 +213,7 @@ class PartMemoryCounter:
         return stack
 
     def count_layer_memory(self, index: int, *, whole: bool) -> ModelPartMemoryBytes:
-        """Return the memory of layer `index`, recomputed as a `whole` or else only in the modules of `selective`.
-        `index` is the layer's number; it is recomputed as a `whole` or else by the run's recompute setting.
-        """
+        """Return the memory of layer `index`, recomputed as a `whole` or else only in the modules of `selective`."""
         with self.fake_tensor_context():
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
             model = self._make_decoder(PipelineStageLayers(index, index + 1, embeds=False, heads=False), kind)

@@ -109,8 +109,7 @@ class TrainState:
 
     def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
         """Return to an earlier checkpoint after a bad step, skip all samples read since then, and delete later checkpoints.
-        It is the newest checkpoint at least `train.rollback_steps` steps before the bad step. Later checkpoints are
-        deleted.
+        It is the newest checkpoint at least `train.rollback_steps` steps before the bad step.
 
         Raises:
             NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.

@@ -31,7 +31,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Root mean square of the change of each activation after some steps, at several widths.
+    """Coordinate check of muP: root mean square of each activation's change after some steps, at several widths.
 
     Attributes:
         base_width: width at which muP changes nothing.

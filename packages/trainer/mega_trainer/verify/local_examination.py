@@ -70,7 +70,8 @@ def compute_error_tolerance(verdict: CaseVerdict) -> float:
     """Return the largest error that rounding explains in a tested layout, measured by a run in one process if needed.
 
     It is at least `TOLERANCE`. The error of other micro-batches in one process shows by how much a model magnifies
-    rounding within the steps of the case. A layout sums over ranks, so it rounds more often, and may be `AMPLIFICATION` times as far off.
+    rounding within the steps of the case. A layout sums over ranks, so it rounds more often, and may be
+    `AMPLIFICATION` times as far off.
     """
     if not TOLERANCE < verdict.largest_error <= ILL_CONDITIONED:
         return TOLERANCE
