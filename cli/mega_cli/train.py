@@ -224,10 +224,9 @@ def _resolve_layout(
 ) -> tuple[RunConfig, Sequence[str]]:
     """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
-    from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.config.run_config import format_overrides, load_run_config
     from mega_trainer.job.resume import find_start_checkpoint
     from mega_trainer.plan.automatic_layout import choose_parallel_layout
-    from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:

@@ -83,9 +83,7 @@ def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
 
 
 def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
-    """Write the exit status that the launcher returns if a signal ends torchrun.
-    It is written into the file from which `launch.elastic` reads it.
-    """
+    """Write the exit status that `launch.elastic` returns if a signal ends torchrun; only local rank 0 of its jobs does."""
     if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
         Path(note).write_text(str(status))
 
@@ -180,10 +178,10 @@ def default_rank_count(layout_ranks: int, device: str) -> int:
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run a command as `count` ranks on this machine, and wait for them; signals to end are passed on.
+    """Run a command as `count` ranks on this machine, pass signals on to them, and return the exit status of the job.
 
     Returns:
-        0, or `INTERRUPTED_STATUS` when they have saved before their end.
+        0, `INTERRUPTED_STATUS` when they have saved before their end, or the status of a failure that rank 0 has shown.
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last output; its `exit_status` is the
             rank's. Also when a signal ended the ranks before they trained.
