@@ -61,7 +61,7 @@ class SpanCorruption:
         return self.tokens - self.hidden + self.count + 1
 
     def draw_spans(self, random: np.random.RandomState) -> list[Ints]:
-        """Draw the token positions of each masked span of a text.
+        """Return the token positions of each masked span of a text, drawn from `random`.
         Unmasked text and spans alternate, text first, all partitions equally likely.
         """
         hidden, text = (

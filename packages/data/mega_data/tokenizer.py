@@ -278,8 +278,8 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, and return it.
-    It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
+    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, write it to `folder`, and return it.
+    The files are `tokenizer.json` and `tokenizer_config.json`.
 
     Token 0 is `<|endoftext|>`, followed by the 256 bytes, so every text can be encoded. transformers loads the folder.
 

@@ -124,9 +124,9 @@ def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) ->
 
 
 def detect_record_form(record: Any) -> tuple[str, str | None]:
-    """Return the form of a JSON record by its keys, and the dataset kind that reads it.
-    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`, `groups`,
-    `text`, or None for an unknown form.
+    """Return a description of a JSON record's form, by its keys, and the dataset kind that reads it, or None.
+    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`,
+    `groups` or `text`.
     """
     keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
     answer = next((key for key in ANSWERS if key in keys), None)

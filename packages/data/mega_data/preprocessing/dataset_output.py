@@ -90,8 +90,7 @@ class DatasetOutput:
         self._recorded = time.monotonic()
 
     def resume_or_start(self) -> PreprocessProgress:
-        """Resume an interrupted preprocessing run with equal inputs and settings and return its progress.
-        Otherwise the run starts from zero.
+        """Resume an interrupted preprocessing run with equal inputs and settings, or start from zero; return the progress.
 
         Raises:
             DataError: if its partial files are damaged.

@@ -76,8 +76,8 @@ class CorpusSource:
 
     @property
     def display_name(self) -> str:
-        """Name of this corpus source for messages with line numbers.
-        It has `[begin:]` for a byte range, in which lines are counted from `begin`.
+        """Name of this source for messages with line numbers; `[BEGIN:]` follows if it is a byte range from BEGIN > 0.
+        Lines are counted from BEGIN.
         """
         return f"{self.name}[{self.begin}:]" if self.begin else self.name
 

@@ -125,7 +125,7 @@ class DocumentOrder:
         return begins, ends
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the documents that contain a range of the tokens in the drawn order.
+        """Yield (number, token range in the file, range of units) of each document that has the units [start, start + count).
 
         The range is the tokens, or multiples of `unit` tokens, [start, start + count) of the order, which must exist.
 

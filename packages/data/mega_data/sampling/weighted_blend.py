@@ -107,7 +107,7 @@ class MegatronBlend:
 
 
 def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
-    """Return Megatron's blending indices for `size` samples.
+    """Return Megatron's blending indices for `size` samples: each sample's `dataset`, and its number in it (`sample`).
     Sample i comes from the data set d with the largest shares[d] * max(i, 1) - (samples of d so far).
 
     Returns:

@@ -73,9 +73,7 @@ class ImageReferences:
         return self._open_reader.fingerprint
 
     def get_image_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
-        """Return the image references of a document and the number of placeholders of each image.
-        The document has the number `document`. The numbers of placeholders are None if they do not differ.
-        """
+        """Return the image references of a document, and the placeholders per image, or None if all images have equally many."""
         value = json.loads(self._open_reader.read_sequence(document).tobytes())
         entries, tokens = (value["images"], value["tokens"]) if isinstance(value, dict) else (value, None)
         return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens

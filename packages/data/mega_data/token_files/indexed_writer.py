@@ -111,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Flush everything added so far to disk, so that a later writer's `resume_after_documents` can go on there."""
+        """Flush everything added so far to disk, from where a later writer's `resume_after_documents` can continue."""
         with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
@@ -124,8 +124,8 @@ class IndexedWriter:
         self._durable = True
 
     def resume_after_documents(self, documents: int) -> Tokens:
-        """Continue the partial files of an interrupted run after its first `documents` documents.
-        The rest is cut off. Returns the tokens of these documents.
+        """Continue the partial files of an interrupted run after its first `documents` documents; return these tokens.
+        The rest is cut off.
 
         Raises:
             DataError: if the partial files have fewer documents.

@@ -75,6 +75,29 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     return [*found, *_lr_change_lines(saved, consumed, config, where, found)]
 
 
+def find_resume_changes(config: RunConfig) -> list[str]:
+    """Return log lines about the checkpoint that a run would resume from and the settings changed since; empty for a new run.
+
+    The order of samples and the learning rate are not compared if `train.epochs` is set: its steps are known once the data is
+    open.
+
+    Raises:
+        CheckpointError: when the configured checkpoint does not exist.
+        ConfigError: as `check_resume_settings`.
+    """
+    if (checkpoint := find_start_checkpoint(config)) is None:
+        return []
+    saved = Checkpoint.open_folder(checkpoint)
+    if "settings" not in saved.trainer_state:
+        return []
+    config, where = inherit_data_order(config, saved.trainer_state), str(checkpoint)
+    if config.train.epochs is not None:
+        changes = list_allowed_setting_changes(saved.trainer_state["settings"], config, where)
+    else:
+        changes = check_resume_settings(saved.trainer_state, saved.step, config, where)
+    return [f"resumes from {where}", *(f"changed: {line}" for line in changes)]
+
+
 def _check_optimizer(saved: Mapping[str, Any], config: RunConfig, where: str) -> None:
     """Raise `ConfigError` for another optimizer, which would drop state that the checkpoint has, or lack some."""
     before, now = saved.get("optimizer", {}).get("name", config.optimizer.name), config.optimizer.name

@@ -263,7 +263,9 @@ def _interpret_exit_codes(
     if not failures:
         return 0
     first = announced if announced in failures else next(iter(failures))
-    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), first)
+    # a rank that a signal killed had no time to announce an error; those that lost the connection to it did
+    expected = {-number for number in STOP_SIGNALS}
+    rank = next((rank for rank, status in failures.items() if status < 0 and status not in expected), first)
     shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # all ranks report a user error
     if shown and failures[rank] > 0:
         return failures[rank]
@@ -290,7 +292,7 @@ def _rank_failure(rank: int, failures: Mapping[int, int], logs: Path) -> Trainin
 
 
 def _format_exit_code(exitcode: int) -> str:
-    return f"signal {-exitcode}" if exitcode < 0 else f"exit status {exitcode}"
+    return f"signal {-exitcode} ({signal.Signals(-exitcode).name})" if exitcode < 0 else f"exit status {exitcode}"
 
 
 def _last_stderr_lines(logs: Path, rank: int) -> list[str]:
