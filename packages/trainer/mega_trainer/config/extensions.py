@@ -56,7 +56,7 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ExtensionRegistry:
-    """The extensions of a run and, merged, all that they add."""
+    """Extensions of a run, and the objects that they add, such as mixers and model families, of all extensions together."""
 
     extensions: Sequence[Extension] = ()
 

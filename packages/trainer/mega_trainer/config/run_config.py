@@ -325,10 +325,8 @@ class RunConfig(StrictConfig):
                 "model.mla.indexer.kl_loss = 0 does not train the indexer: it keeps its present weights while the attention "
                 "that it selects for changes; set model.mla.indexer.kl_loss=1"
             )
-        last, ended = (
-            self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1)),
-            self.lr_schedule.decay_steps,
-        )
+        last = self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1))
+        ended = self.lr_schedule.decay_steps
         if not last and ended and self.train.steps - ended > 1:
             yield (
                 f"lr_schedule.decay_steps = {ended} ends the decay before the run: the learning rate is 0 in the last "
@@ -397,11 +395,8 @@ class RunConfig(StrictConfig):
 
     def _decoupled_problems(self) -> Iterator[ConfigProblem]:
         """Check the separate learning rates of the input embedding and the output layer."""
-        key, lowest, curve = (
-            "lr_schedule.decoupled_min_lr",
-            self.lr_schedule.decoupled_min_lr,
-            self.build_decoupled_lr_curve(),
-        )
+        key, curve = "lr_schedule.decoupled_min_lr", self.build_decoupled_lr_curve()
+        lowest = self.lr_schedule.decoupled_min_lr
         if curve is None and lowest is not None:
             hint = f"set optimizer.decoupled_lr={max(self.optimizer.lr, lowest)}, or remove {key}"
             yield ConfigProblem(key, "requires optimizer.decoupled_lr", lowest, hint)

@@ -287,10 +287,8 @@ class Fp16Config(StrictConfig):
                 power = ldexp(0.5, frexp(value)[1]) if 0 < value < inf else getattr(Fp16Config(), name)
                 yield ConfigProblem(name, "must be a power of two", value, f"set fp16.{name}={power}")
         if self.initial_scale < self.min_scale:
-            rule, hint = (
-                f"must be at least fp16.min_scale = {self.min_scale:g}",
-                f"set fp16.initial_scale={self.min_scale}",
-            )
+            rule = f"must be at least fp16.min_scale = {self.min_scale:g}"
+            hint = f"set fp16.initial_scale={self.min_scale}"
             yield ConfigProblem("initial_scale", rule, self.initial_scale, hint)
 
 

@@ -197,7 +197,7 @@ def _lr_change_lines(
 
 
 def find_start_checkpoint(config: RunConfig) -> Location | None:
-    """Return the checkpoint to resume from: the configured one, else the newest of this run, else None.
+    """Return the checkpoint to resume from: the newest of this run, or the configured one if none is newer, or None.
 
     A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
     `checkpoint.resume = false` has none of its own (`run_folder`).

@@ -134,7 +134,7 @@ def make_planned_run(
 
 
 def check_machine_precision(config: RunConfig, machine: MachineSpec) -> None:
-    """Raise `ConfigError` for a GPU of which no peak in the run's precision is known.
+    """Raise `ConfigError` if the run computes in FP8 or NVFP4 and the GPU has no known peak in it.
 
     Raises:
         ConfigError: with a precision or a recipe that it has.
@@ -150,7 +150,7 @@ def check_machine_precision(config: RunConfig, machine: MachineSpec) -> None:
 
 
 def check_machine_recipe(config: RunConfig, machine: MachineSpec) -> None:
-    """Raise `ConfigError` for a GPU without GEMMs of the run's FP8 recipe in mega's kernels.
+    """Raise `ConfigError` if the GPU has no known peak in the run's FP8 or NVFP4, or mega no kernels for the FP8 recipe on it.
 
     Raises:
         ConfigError: with a recipe or a precision that it supports.

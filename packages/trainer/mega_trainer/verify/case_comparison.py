@@ -121,7 +121,7 @@ def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequ
 
 @dataclass(frozen=True)
 class RankFindings:
-    """Findings of one rank about a tested layout: errors of its part, the boxes that it holds, the shapes of all tensors."""
+    """Findings of one rank about a tested layout: errors of its tensor slices, these slices, and all tensors' shapes."""
 
     errors: dict[str, float]
     boxes: BoxesByName
