@@ -162,9 +162,7 @@ def _write_shard(
 
 
 def group_chunks_by_file(slabs: Sequence[UnwrittenTensorChunk], max_bytes: int) -> Iterator[list[UnwrittenTensorChunk]]:
-    """Split a sequence of tensor slices into groups that are written to one new file each.
-    A group has as many slices in order as fit in `max_bytes`, and at least one.
-    """
+    """Yield groups of consecutive tensor slices, one per new file: as many as fit in `max_bytes`, at least one."""
     group: list[UnwrittenTensorChunk] = []
     size = 0
     for slab in slabs:

@@ -82,9 +82,7 @@ class ShardedTensor:
 
 
 def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for local tensors and their positions in global tensors.
-    Each local tensor has rectangles at positions in global tensors. The results are views of the local tensors.
-    """
+    """Return {global name: ShardedTensor} for local tensors and their positions in global ones; results are views."""
     out: dict[str, ShardedTensor] = {}
     for tensor, pieces in tensors:
         for piece in pieces:

@@ -172,10 +172,7 @@ class ConvertedTrainingState:
 def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON trainer state of a mega checkpoint for a training run of `model`.
-
-    The run has consumed `samples` samples and made `updates` optimizer updates.
-    """
+    """Return the JSON trainer state for a run of `model` that consumed `samples` and made `updates` optimizer updates."""
     return {
         "consumed_samples": samples,
         "optimizer_steps": updates,

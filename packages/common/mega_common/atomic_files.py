@@ -92,9 +92,7 @@ def fsync_directory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Context manager that sets the file name of an OSError that has none, and raises it again.
-    The file name is `path`, as for writes to an open file on a full disk.
-    """
+    """Context manager that gives an OSError without a file name the name `path`, as for writes to an open file."""
     try:
         yield
     except Exception as error:

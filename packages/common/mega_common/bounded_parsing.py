@@ -128,7 +128,7 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
-    """Return the value of a YAML document, read by the core schema of YAML 1.2 by default.
+    """Return the value of a YAML document, read by YAML 1.2's core schema by default; ConfigError if it is not valid.
     The document is `text`; another schema is read by another `loader`. Error messages name `source`.
 
     Raises:
@@ -275,7 +275,7 @@ def parse_json_text(text: str | bytes) -> Any:
     if (text if isinstance(text, bytes) else text[: len(GIT_LFS_POINTER)].encode()).startswith(GIT_LFS_POINTER):
         raise ValueError("it is a Git LFS pointer; git lfs pull fetches the file itself")
     try:
-        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
+        return json.loads(text, object_pairs_hook=reject_conflicting_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -286,12 +286,8 @@ def describe_json_type(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
 
-def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict, for `object_pairs_hook`; `ValueError` if a key has two different values.
-
-    Raises:
-        ValueError: if a key has two different values.
-    """
+def reject_conflicting_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict, for `object_pairs_hook`; ValueError if a key has two different values."""
     members = dict(pairs)
     if len(members) != len(pairs):
         for key, value in pairs:

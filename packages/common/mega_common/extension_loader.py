@@ -126,11 +126,9 @@ def _check_entries(reference: str, extension: Extension) -> None:
 
 
 def check_call(where: str, function: Any, names: str) -> None:
-    """Check that a function of an extension accepts the arguments `names`, such as `x, *, options`.
-    Built-in functions, whose parameters Python does not know, are not checked.
-
-    Raises:
-        ConfigError: if it does not; `where` is the name of the function in the extension.
+    """Raise ConfigError unless an extension's function accepts the arguments `names`, such as `x, *, options`.
+    Built-in functions, whose parameters Python does not know, are not checked. `where` is the name of the function in
+    the extension.
     """
     positional, _, keywords = names.partition("*, ")
     name = "__init__" if isinstance(function, type) else getattr(function, "__name__", "function")

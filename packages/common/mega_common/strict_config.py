@@ -104,11 +104,7 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate a raw mapping and build the configuration of this class.
-
-        Raises:
-            ConfigError: with every problem, one per line.
-        """
+        """Return the configuration that a raw mapping gives; ConfigError with every problem, one per line."""
         problems = list(_find_foreign_file(cls, raw)) or list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
@@ -341,7 +337,7 @@ def _find_section(cls: type[StrictConfig], location: Sequence[str]) -> type[Stri
 
 
 def load_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose top level must be a mapping.
+    """Return the mapping in a YAML file; ConfigError if the file is missing or not a mapping.
 
     Raises:
         ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.

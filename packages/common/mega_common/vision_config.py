@@ -160,7 +160,7 @@ class VisionConfig(StrictConfig):
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """(side in pixels of the square of one feature, minimum and maximum pixels of an image); None without native resolution."""
+        """(side in pixels of one feature's square, minimum and maximum pixels of an image); None without native resolution."""
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
 

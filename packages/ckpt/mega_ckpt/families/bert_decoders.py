@@ -83,7 +83,7 @@ class ModernBertDecoderHeadConfigEntry:
         return {"masked_lm": {"activation": HEAD_ACTIVATIONS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the transform; ConfigMismatchError for a model without one."""
+        """Return the keys of the transform before the output layer; ConfigMismatchError without one, or with a task head."""
         head = model.masked_lm
         if head is None or not head.dense or model.score or model.task_head:
             raise ConfigMismatchError("masked_lm with dense: true is required, without score and task_head")

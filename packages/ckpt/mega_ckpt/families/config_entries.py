@@ -190,9 +190,7 @@ class KeyValueHeadsEntry:
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `num_kv_heads` and `head_dim` from config.json.
-        A field is None if its key is absent or null.
-        """
+        """Return `num_kv_heads` and `head_dim` from config.json: the family's default if a key is absent, None if it is null."""
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
             **KeyEntry(self.dim_key, "head_dim", self.dim_default).fields_from_config(raw),
@@ -299,9 +297,7 @@ class PerHeadNormEntry:
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of per-head query/key norms from config.json.
-        They are `qk_norm` and `qk_norm_span` if the boolean key is true, and no fields if it is null or false.
-        """
+        """Return `qk_norm` and `qk_norm_span` if the boolean key of config.json is true, and no fields otherwise."""
         return {"qk_norm": True, "qk_norm_span": self.span} if raw.get(self.key, self.default) else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

@@ -38,9 +38,7 @@ class LogitsScalingEntry:
     handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `logit_scale`, the inverse of `logits_scaling`.
-        Raises ConfigMismatchError if it is not positive.
-        """
+        """Return `logit_scale`, the inverse of config.json's `logits_scaling`; ConfigMismatchError if that is not positive."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
@@ -252,9 +250,7 @@ class HyperClovaXNormConfigEntry:
         return {"attention_scale": raw.get("attention_multiplier"), "norm_position": position}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `attention_multiplier` and `use_post_norm` of HyperCLOVA X.
-        Raises ConfigMismatchError for another position of norms than pre or both.
-        """
+        """Return `attention_multiplier` and `use_post_norm`; ConfigMismatchError for another norm position than pre and both."""
         if model.norm_position not in ("pre", "both"):
             raise ConfigMismatchError(f"norm_position must be pre or both, not {model.norm_position}")
         scale = model.attention_scale or model.query_key_head_dim**-0.5

@@ -147,9 +147,7 @@ class QwenSparseStepConfigEntry:
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return, from config.json, the indices of the layers with experts; None if all layers have them.
-        Raises ConfigMismatchError for a step below 1.
-        """
+        """Return the indices of the layers with experts; None if all have them. ConfigMismatchError for a step below 1."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
         dense = self.dense if dense is None else dense
         if step < 1:
@@ -317,8 +315,8 @@ class SharedExpertsEntry:
         return {"shared_ffn_hidden_size": count * raw.get(self.width_key, self.width_default)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the number of shared experts.
-        Raises ConfigMismatchError if the shared width is not a multiple of an expert's, or 0.
+        """Return the key of the number of shared experts; ConfigMismatchError unless an expert's width divides the shared one.
+        Raises ConfigMismatchError for 0 experts, too, unless the family allows that.
         """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)

@@ -20,8 +20,8 @@ from mega_common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class OptSizesEntry:
-    """Translation to and from config.json of OPT's keys of the embedding width and of the biases.
+class OptBiasEntry:
+    """Translation to and from config.json of OPT's switch of all biases, and of the embedding width.
     Models with projections around the decoder (OPT-350M) are not supported.
     """
 
@@ -62,7 +62,7 @@ OPT = ModelFamily(
         KeyEntry("init_std", "init_std", 0.02),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         MultiHeadEntry(),
-        OptSizesEntry(),
+        OptBiasEntry(),
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry(
             {

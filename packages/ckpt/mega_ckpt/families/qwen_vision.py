@@ -56,9 +56,8 @@ class MultimodalRopeEntry(RopeEntry):
         return {"rope": out["rope"] | sections}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of multimodal rotary positions, for new and old versions of transformers.
-        Each version's keys have `mrope_section`. Raises ConfigMismatchError if the model's RoPE has no sections, or
-        sections in another order.
+        """Return the keys of multimodal rotary positions for old and new transformers; ConfigMismatchError without sections.
+        Each version's keys have `mrope_section`. Raises ConfigMismatchError for sections in another order, too.
         """
         if model.rope.sections is None:
             raise ConfigMismatchError("rope.sections is missing")

@@ -76,8 +76,8 @@ class MimoHeadsEntry:
         return {**windows, **heads, "attention_sinks": True, "full_attention": full_layers}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of windows and heads.
-        Raises ConfigMismatchError unless layers with a window alone have sinks, and twice as many key/value heads.
+        """Return the keys of windows and heads; ConfigMismatchError unless layers with a window alone have sinks.
+        Raises ConfigMismatchError also unless those layers have twice as many key/value heads.
         """
         windowed, size = _windowed_layers(model), model.query_key_head_dim
         layers = [model.get_layer_config(layer) for layer in range(model.num_layers)]
@@ -92,8 +92,8 @@ class MimoHeadsEntry:
 
 
 @dataclass(frozen=True)
-class NullIsOneEntry:
-    """Translation to and from config.json of the factor on experts' routing weights, which is 1 if the key is null."""
+class RoutedScalingFactorEntry:
+    """Translation to and from config.json of `routed_scaling_factor`, a factor on experts' routing weights; null means 1."""
 
     handled_config_keys: frozenset[str] = frozenset({"routed_scaling_factor"})
     handled_model_fields: frozenset[str] = frozenset({"scaling"})
@@ -150,7 +150,7 @@ MIMO_V2_FLASH = ModelFamily(
         MoeSectionEntry(
             (
                 *exclude_entries_of_fields(build_sigmoid_router_config_entries(256, 8, 1.0, True), "scaling"),
-                NullIsOneEntry(),
+                RoutedScalingFactorEntry(),
             ),
             MlpLayerTypesEntry(1),
         ),
@@ -225,7 +225,7 @@ class SoftplusGateEntry:
         return {"softplus_gate": "head" if gating is True or gating == "per-head" else "channel"}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the gate; ConfigMismatchError for a model without one."""
+        """Return the key `gating` of config.json; ConfigMismatchError for a model without a gate on the output of attention."""
         if model.softplus_gate is None:
             raise ConfigMismatchError("softplus_gate is missing (all models of this family have one)")
         return {"gating": True if model.softplus_gate == "head" else "per-element"}

@@ -38,19 +38,19 @@ def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
     """
     for inside in _candidate_folders(folder):
         if (inside / dcp.METADATA).is_file():
-            return _read_dcp_state(inside).rename_weights(strip_module_wrapper_prefixes)
+            return _read_dcp_state(inside).rename_weights(remove_module_wrapper_parts)
         if (inside / "zero").is_dir():
-            return read_universal_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
+            return read_universal_checkpoint(inside).rename_weights(remove_module_wrapper_parts)
         if any(inside.glob(MODEL_STATES)):
-            return read_zero_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
+            return read_zero_checkpoint(inside).rename_weights(remove_module_wrapper_parts)
     archives = sorted(path for pattern in ("*.ckpt", "*.pth") for path in folder.glob(pattern))
     if len(archives) > 1:
         names = ", ".join(path.name for path in archives)
         raise CheckpointError(f"{folder}: has several checkpoints: {names}", hint="keep only one in the folder")
-    return _read_archive_state(archives[0]).rename_weights(strip_module_wrapper_prefixes) if archives else None
+    return _read_archive_state(archives[0]).rename_weights(remove_module_wrapper_parts) if archives else None
 
 
-def strip_module_wrapper_prefixes(name: str) -> str:
+def remove_module_wrapper_parts(name: str) -> str:
     """Return a tensor's name without the parts that module wrappers such as DDP insert (`WRAPPERS`)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 

@@ -344,8 +344,7 @@ def check_settings_files(paths: Iterable[Location]) -> None:
 
 
 def read_asset_files(folder: Location) -> dict[str, Path | bytes]:
-    """Return the files of a HuggingFace folder that accompany the weights.
-    Examples are tokenizer files and chat templates. The result is {relative path: file or content}.
+    """Return {relative path: file or content} of the tokenizer, template and other files that accompany a model's weights.
 
     Raises:
         CheckpointError: as `check_settings_files`.

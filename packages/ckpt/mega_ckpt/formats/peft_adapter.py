@@ -175,8 +175,7 @@ def _check_saved_modules(
 
 
 def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
-    """Return the LoRA adapter in a PEFT folder.
-    The adapter was trained on `base`.
+    """Return the LoRA adapter in a PEFT folder, trained on `base`; CheckpointError if it is of another model.
 
     Raises:
         CheckpointError: naming an unsupported option or tensor, or one of another model.

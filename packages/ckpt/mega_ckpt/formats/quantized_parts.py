@@ -63,7 +63,7 @@ class QuantizedWeightPart:
 
 
 def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQuantizer:
-    """Return the quantization with a name of `weight_quantization`, after a check that the linear layers support it.
+    """Return the quantization named `quantize`; CheckpointError if a linear layer of the model does not support it.
     `quantize` is the name, and `table` maps disk names to the canonical tensors in them.
 
     Raises:
