@@ -92,7 +92,7 @@ class GrammarCache:
                 self._matchers.popitem(last=False)
 
     def get_grammar_matcher(self, grammar: str, ends: Collection[int]) -> GrammarMatcher:
-        """Return a matcher of `grammar` for the generation of one text; `ends` are the tokens that may end it.
+        """Return a new matcher of `grammar`, compiled unless it is cached; `ends` are the tokens that may end the text.
 
         Args:
             grammar: JSON schema (starting with a brace) or Lark grammar.

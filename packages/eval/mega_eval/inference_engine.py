@@ -173,7 +173,7 @@ class InferenceEngine:
         self._layers = build_cpu_layer_function(self._model)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove the LoRA adapter `name` from the engine; it must not be in use.
+        """Remove the LoRA adapter `name` from the engine; a DataError while a request uses it.
 
         Raises:
             DataError: when a request uses it.

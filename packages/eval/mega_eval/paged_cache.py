@@ -178,8 +178,8 @@ class RequestTokenSpan:
         return count
 
     def attention_segments(self, window: int | None) -> Iterator[tuple[range, bool]]:
-        """Yield position ranges of the row's new tokens, cut at image boundaries.
-        Each has a flag that is True for an image with bidirectional attention in a layer with this sliding window or none.
+        """Yield (positions of new tokens, flag), cut at images; the flag is True for an image with bidirectional attention.
+        `window` is the layer's sliding window or None.
         """
         position = self.total - self.new_token_count
         for block in () if self.images_in_windows and window is None else self.image_ranges:

@@ -176,7 +176,7 @@ def _explain_route(request: Request, paths: Mapping[str, Sequence[str]]) -> str:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Register handlers that turn every exception in a route of `app` into an error response of OpenAI's format."""
+    """Register handlers that turn every exception in a route of `app` into an error response in the format of its API."""
 
     async def send_error_response(request: Request, error: Exception) -> Response:
         if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):

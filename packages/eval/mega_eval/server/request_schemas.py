@@ -377,7 +377,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
 
 
 def make_chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Return the request to /v1/chat/completions that a request of another API is equivalent to.
+    """Return the chat request with these `fields`, converted from another API's; a RequestValidationError if not valid.
 
     Raises:
         RequestValidationError: as for a request to /v1/chat/completions.
