@@ -199,7 +199,7 @@ def find_ranks_for_budget(
     config: RunConfig, machine: MachineSpec, limits: BudgetLimits, precisions: Sequence[str] = (),
     like: OtherTrainer | None = None
 ) -> tuple[int, list[PlannedLayout]]:  # fmt: skip
-    """Return the smallest power of two of ranks, from 2, whose fastest layout meets the limits, and its layouts.
+    """Return (ranks, layouts): the least power of two from 2 whose fastest layout meets the limits; ConfigError if none does.
 
     Raises:
         ConfigError: when none does, with the nearest.

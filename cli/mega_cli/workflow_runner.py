@@ -228,11 +228,13 @@ class WorkflowRunner:
 
     def _stage_outputs(self, name: str) -> Iterator[Path]:
         """Yield the outputs of a stage; for a file of a token data set, all files of the set."""
+        from mega_data.token_files.dataset_info import list_dataset_files
+
         for pattern in self.workflow.stages[name].outputs:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
                 if path.suffix in (".bin", ".idx"):
-                    yield from list_data_set_files(path.with_suffix(""))
+                    yield from list_dataset_files(path.with_suffix(""))
 
     def _new_run_settings(self, name: str) -> FlatSettings | None:
         """Return the settings of the run that a stage starts, or None if it continues the run of an earlier stage."""
@@ -278,15 +280,6 @@ def find_previous_run_files(settings: FlatSettings, base: Path) -> Iterator[Path
         )
     if kept is not None:
         yield base / kept
-
-
-def list_data_set_files(prefix: Path) -> list[Path]:
-    """Return the paths of all files that belong to the token data set with this prefix, existing or not."""
-    from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path
-    from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
-
-    own = [path_of(prefix) for path_of in (get_bin_path, get_idx_path, get_info_path, get_quarantine_path)]
-    return [*own, *list_companion_files(prefix).values()]
 
 
 def load_workflow_state(path: Path) -> WorkflowState:

@@ -68,7 +68,7 @@ class LrScheduleDraft:
         return found == cycles
 
     def minimum_learning_rate(self) -> float | None:
-        """Return the minimum learning rate that a cosine schedule requires; without one, leave it open, return None.
+        """Return the minimum learning rate that a cosine schedule requires; without one, leave the schedule open, return None.
         It is `min_lr_rate` times the learning rate, else `min_lr`, of `lr_scheduler_kwargs`. An open `lr_schedule` is
         for the user to fill in.
         """

@@ -66,7 +66,7 @@ class ForeignSettingsFile:
         return self._values.get(key)
 
     def refuse_value(self, key: str, rule: str, hint: str = "") -> NoReturn:
-        """Reject a key of the settings file whose value cannot be translated.
+        """Raise ConfigError for a key of the settings file whose value cannot be translated.
 
         Raises:
             ConfigError: always.
@@ -74,7 +74,7 @@ class ForeignSettingsFile:
         raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
 
     def refuse_combination(self, rule: str, hint: str) -> NoReturn:
-        """Reject settings of the file that conflict.
+        """Raise ConfigError for settings of the file that conflict.
 
         Raises:
             ConfigError: always.
@@ -89,17 +89,14 @@ class ForeignSettingsFile:
         return node
 
     def take_value(self, *keys: str) -> Any:
-        """Return the value of the first of the settings file's keys that is set and not `auto`.
-        All of the keys then count as translated.
-        """
+        """Return the first set value (not `auto`) of the settings file's `keys`, else None; mark them as translated."""
         self._asked.update(keys)
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
 
     def take_integer(self, *keys: str) -> int | None:
-        """Return the whole number of the first of the settings file's keys that is set, else None.
-        The keys then count as translated.
+        """Return the first set value of the settings file's `keys` as a whole number, else None; mark them as translated.
 
         Raises:
             ConfigError: for anything else.
@@ -110,8 +107,8 @@ class ForeignSettingsFile:
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return the number of the first of the settings file's keys that is set, else None.
-        The keys then count as translated. A text such as 1e-4 in YAML is a number too.
+        """Return the first set value of the settings file's `keys` as a number, else None; mark them as translated.
+        A text such as 1e-4 in YAML is a number too.
 
         Raises:
             ConfigError: for anything else.
