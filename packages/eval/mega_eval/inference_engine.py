@@ -184,7 +184,7 @@ class InferenceEngine:
         remove_lora_adapter(self._model, name, self._adapters)
 
     def step(self, *, isolate: bool = False) -> list[GenerationEvent]:
-        """Run one forward pass over the scheduled requests and return the events with their new text.
+        """Run one forward pass over the scheduled requests; return events with new text, and with `isolate` with errors.
         The list is empty when the engine is idle or only computes prompts.
 
         Args:

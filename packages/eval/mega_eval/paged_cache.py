@@ -90,7 +90,7 @@ class PageAllocator:
             self._page_of_hash[page_hash], self._hash_of_page[page] = page, page_hash
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Release a request's KV cache pages.
+        """Release KV cache pages that a request used; those that no other request uses become free.
         The last of the `pages` are reused first, since later pages are useless without earlier ones.
         """
         for page in reversed(pages):
@@ -128,7 +128,7 @@ class PageAllocator:
 def hash_full_pages(
     tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None, page_size: int = PAGE
 ) -> list[bytes]:
-    """Return the hashes of the full KV cache pages of a request's tokens.
+    """Return the hashes of the full KV cache pages of a request's tokens; each covers all tokens up to the page's end.
     The request begins with `tokens`; `known` are hashes of its first pages computed before, `adapter` is the name of its
     LoRA adapter, and a page has `page_size` tokens.
 

@@ -181,7 +181,7 @@ def compute_embeddings(
     batch_tokens: int = BATCH_TOKENS,
     advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return the embedding of each text of token ids, fp32 [N, P], in the given order.
+    """Return the embedding of each text of token ids, fp32 [N, P], in order; longer texts are cut to `max_length`.
     An embedding does not depend on the other texts.
 
     Args:

@@ -111,9 +111,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 def convert_to_api_error(error: Exception) -> ApiRequestError:
-    """Return any exception as an error response with an HTTP status.
-    Internal errors get status 500 and reveal no details.
-    """
+    """Return the ApiRequestError (HTTP status and message) for any exception; internal ones get 500 and no details."""
     if isinstance(error, ApiRequestError):
         return error
     if isinstance(error, RequestValidationError):

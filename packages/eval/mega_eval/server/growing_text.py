@@ -58,7 +58,7 @@ class JsonScanner:
 
 
 class StreamingTextReader:
-    """Reader of a text that arrives in pieces.
+    """Reader of a text that arrives in pieces; its generators yield None while they wait for more text.
 
     Attributes:
         unread: text that has arrived and was not read.
@@ -70,7 +70,7 @@ class StreamingTextReader:
         self.ended = False
 
     def read(self, count: int) -> str:
-        """Return the next `count` characters, which are then read."""
+        """Return the next `count` characters, and remove them from the unread text."""
         text, self.unread = self.unread[:count], self.unread[count:]
         return text
 

@@ -131,8 +131,8 @@ class InferenceServer(uvicorn.Server):
         logger.info("serving %s at http://%s:%d (Ctrl-C ends)", names, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown of the server after a signal.
-        The uvicorn server calls it for SIGTERM and SIGINT, and a second signal ends the server at once.
+        """Start the shutdown of the server after a signal, and end it at once after a second one.
+        The uvicorn server calls it for SIGTERM and SIGINT.
         """
         if self.gate.draining:
             self.should_exit = self.force_exit = True

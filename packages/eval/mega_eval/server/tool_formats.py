@@ -260,7 +260,7 @@ def pass_text_as_content(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls of a model family.
+    """Format of a model family's tool calls: pattern of its chat templates, parser, and texts around name and arguments.
 
     Attributes:
         name: name of the format.
