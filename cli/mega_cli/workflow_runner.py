@@ -48,7 +48,7 @@ class WorkflowError(MegaError):
 
 
 class WorkflowStageAttempt(StrictConfig):
-    """Record of the last attempt at a workflow stage.
+    """Record of the last attempt at a workflow stage: status, command, settings, file digests, times and exit status.
     `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
     `command` is the stage's `words_required_unchanged_to_resume`, `settings` are all settings of its run.yaml, and
@@ -228,12 +228,12 @@ class WorkflowRunner:
 
     def _stage_outputs(self, name: str) -> Iterator[Path]:
         """Yield the outputs of a stage; for a file of a token data set, all files of the set."""
-        from mega_data.token_files.dataset_info import list_dataset_files
-
         for pattern in self.workflow.stages[name].outputs:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
                 if path.suffix in (".bin", ".idx"):
+                    from mega_data.token_files.dataset_info import list_dataset_files
+
                     yield from list_dataset_files(path.with_suffix(""))
 
     def _new_run_settings(self, name: str) -> FlatSettings | None:
@@ -348,7 +348,7 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
 
 @contextlib.contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Call `handler` for SIGINT, SIGTERM and SIGHUP while the `with` block runs."""
+    """Context manager that calls `handler` for SIGINT, SIGTERM and SIGHUP in its block."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

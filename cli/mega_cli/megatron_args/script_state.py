@@ -39,8 +39,7 @@ class ShellControlFlowException(Exception):
 
 @dataclass
 class ShellScriptResult:
-    """Result of the static interpretation of a shell script.
-    It has variables, commands that the script would start, files it would write, and remarks.
+    """Result of interpreting a shell script: its variables, commands to start, files to write, and remarks.
 
     Attributes:
         variables: values at the end of the script, by name and index.

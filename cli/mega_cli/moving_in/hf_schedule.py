@@ -159,9 +159,7 @@ CURVES: Mapping[str, Callable[[LrScheduleDraft, str], None]] = {
 def translate_hf_lr_schedule(
     given: ForeignSettingsFile, dialect: TrainingProgramDefaults, lr: float, steps: int | None
 ) -> None:
-    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler.
-    If that is not possible, it is left for the user to fill in.
-    """
+    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler, or leave it for the user to fill in."""
     found = given.take_value("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)

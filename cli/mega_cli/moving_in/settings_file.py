@@ -142,16 +142,14 @@ class ForeignSettingsFile:
         self._notes.append(FlagTranslationNote(kind, text, name or None))
 
     def add_notes_on_matching_keys(self, kind: NoteKind, text: str, patterns: str) -> None:
-        """Add a note on each untranslated key of the settings file that matches one of the glob patterns.
-        The keys then count as translated.
-        """
+        """Add a note on each untranslated key of the file that matches a glob pattern; mark these keys as translated."""
         for key in sorted(self._left):
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
                 self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
-        """Copy settings whose value stays the same into the new run.yaml.
-        `table` is {key of run.yaml: keys of the settings file, separated by blanks}.
+        """Copy settings with their values to the new run.yaml; `table` is {key of run.yaml: keys of the settings file}.
+        The keys are separated by blanks; the first that is set counts.
         """
         for key, names in table.items():
             there = [name for name in names.split() if name in self._left]
