@@ -210,9 +210,7 @@ def compute_slice_overlap(
 
 
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
-    """Copy the overlap of two slices of one global tensor from `source` to `destination`.
-    Returns the number of elements copied.
-    """
+    """Copy the overlap of two slices of one global tensor from `source` to `destination`; return the number of elements."""
     overlap = compute_slice_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
     if overlap is None:
         return 0

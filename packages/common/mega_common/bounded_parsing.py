@@ -71,10 +71,9 @@ class BoundedYamlLoader(yaml.SafeLoader):
 
 
 class StrictYamlLoader(BoundedYamlLoader):
-    """Strict YAML loader, which raises an error for duplicate keys instead of using the last.
+    """Bounded YAML loader with the YAML 1.2 core schema (`no` is text, `3e-4` a number) that rejects duplicate keys.
 
-    Plain words are resolved by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
-    are text.
+    `12:30:00` and `2026-01-31` are text as well.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -267,7 +266,7 @@ def refuse_lfs_pointer(path: Any, error_type: type[MegaError], head: bytes | Non
 
 
 def parse_json_text(text: str | bytes) -> Any:
-    """Return the value of a JSON document.
+    """Return the value of a JSON document; `ValueError` also for a key with two different values and for deep nesting.
 
     Raises:
         ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
@@ -288,7 +287,7 @@ def describe_json_type(value: object) -> str:
 
 
 def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`.
+    """Return the pairs of a JSON object as a dict, for `object_pairs_hook`; `ValueError` if a key has two different values.
 
     Raises:
         ValueError: if a key has two different values.

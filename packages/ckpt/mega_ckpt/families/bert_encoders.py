@@ -135,8 +135,8 @@ class EncoderHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of an encoder's heads from config.json.
-        The fields `masked_lm`, `pooler` and `sentence_pairs` follow from the class in `architectures`.
+        """Return the `ModelConfig` fields of an encoder's heads, by the class that config.json names in `architectures`.
+        They are `masked_lm`, `pooler` and `sentence_pairs`.
         """
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = self.has_pairs and str(kind).endswith("ForPreTraining")

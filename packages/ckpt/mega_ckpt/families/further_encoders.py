@@ -309,7 +309,7 @@ class FixedPositionOffsetEntry:
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `max_position` and `position_offset`."""
+        """Return the `ModelConfig` fields `max_position`, two less than the rows in config.json, and `position_offset`, 2."""
         return {"max_position": raw.get("max_position_embeddings", 512) - 2, "position_offset": 2}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:

@@ -381,11 +381,11 @@ class DenseFfnWidthConfigEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size`, the width of dense layers; by default that of an expert."""
         return {"ffn_hidden_size": raw.get("prefix_dense_intermediate_size") or raw.get("intermediate_size", 22528)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the width of dense layers."""
+        """Return the config.json key of the width of dense layers, null if it is that of an expert."""
         same = model.moe is not None and model.moe.ffn_hidden_size == model.ffn_hidden_size
         return {"prefix_dense_intermediate_size": None if same else model.ffn_hidden_size}
 

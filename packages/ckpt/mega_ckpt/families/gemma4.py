@@ -53,9 +53,7 @@ class Gemma4AttentionEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of windows and heads from config.json.
-        Raises ConfigMismatchError for settings by layer other than the heads of full-attention layers.
-        """
+        """Return the `ModelConfig` fields of windows and heads; ConfigMismatchError for other settings that differ by layer."""
         layers = layer_indices(raw)
         kinds = list(raw.get("layer_types") or build_window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
         kinds[-1] = _FULL
@@ -138,7 +136,7 @@ class SharedKeysEntry:
         return {"shared_kv_layers": count, "shared_kv_ffn_hidden_size": width}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys; raises ConfigMismatchError for another width of their MLPs."""
+        """Return the keys of layers with shared keys; ConfigMismatchError unless their MLPs are 1 or 2 times as wide."""
         usual, width = model.ffn_hidden_size, model.shared_kv_ffn_hidden_size or model.ffn_hidden_size
         if width not in (usual, 2 * usual):
             raise ConfigMismatchError(f"shared_kv_ffn_hidden_size must be {usual} or {2 * usual}, not {width}")

@@ -138,9 +138,7 @@ class LayerRopeThetaConfigEntry:
         return self.rope.handled_config_keys | {"layer_rope_theta"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `rope`, `local_rope` and `no_rope_layers` from config.json.
-        Raises ConfigMismatchError if layers of one kind differ.
-        """
+        """Return `rope`, `local_rope` and `no_rope_layers`; ConfigMismatchError if layers of one kind differ in theta."""
         rope = self.rope.fields_from_config(raw)["rope"]
         windows = WINDOWS.fields_from_config(raw)
         full = windows.get("full_attention_layers") or [] if windows["sliding_window"] else layer_indices(raw)
@@ -160,9 +158,7 @@ class LayerRopeThetaConfigEntry:
         return {"rope": own["full"], "local_rope": own["local"], "no_rope_layers": unrotated or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, and `layer_rope_theta`.
-        Raises ConfigMismatchError if `local_rope` differs from `rope` in more than theta.
-        """
+        """Return the keys of RoPE and `layer_rope_theta`; ConfigMismatchError if `local_rope` differs in more than theta."""
         local = model.local_rope or model.rope
         if local.model_copy(update={"theta": model.rope.theta}) != model.rope:
             raise ConfigMismatchError("local_rope may differ from rope in theta only")

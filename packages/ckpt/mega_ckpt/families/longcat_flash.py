@@ -55,7 +55,7 @@ class LayerPairsEntry:
         return {"num_layers": 2 * pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_layers`; raises ConfigMismatchError for an odd number of layers."""
+        """Return the config.json key `num_layers`, half the model's layers; ConfigMismatchError for an odd number of layers."""
         if model.num_layers % 2:
             raise ConfigMismatchError(f"num_layers = {model.num_layers} must be even")
         return {"num_layers": model.num_layers // 2}
@@ -68,7 +68,7 @@ class FirstOfPairEntry:
     handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> list[int]:
-        """Return the indices of the layers with experts."""
+        """Return the indices of the layers with experts: every second layer, from the first."""
         return list(range(0, LayerPairsEntry().fields_from_config(raw)["num_layers"], 2))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class ScaledLatentAttentionEntry(LatentAttentionEntry):
     """Translation to and from config.json of latent attention with factors on both latents; also writes `head_dim`."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `mla`; raises ConfigMismatchError as for DeepSeek."""
+        """Return the `ModelConfig` section `mla`, with `scaled_latents`; ConfigMismatchError if a key is missing or conflicts."""
         (mla,) = super().fields_from_config(raw).values()
         return {"mla": {**mla, "scaled_latents": True}}
 

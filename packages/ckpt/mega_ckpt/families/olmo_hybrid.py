@@ -102,7 +102,7 @@ class NullableRopeEntry(OptionalRopeEntry):
         return theta is not None and given.get("rope_type", "default") is not None
 
     def selection_keys(self, *, has_positions: bool) -> dict[str, Any]:
-        """Return the rotary parameters of a model without positions, which are null."""
+        """Return null rotary parameters for a model without positions, and no keys for one with positions."""
         return {} if has_positions else {"rope_parameters": {"rope_type": None, "rope_theta": None}}
 
 

@@ -132,9 +132,7 @@ class OutHiddenSizeEntry:
     handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Check that `out_hidden_size` is the text model's `hidden_size`; return no `VisionConfig` fields.
-        Raises ConfigMismatchError if they differ.
-        """
+        """Return no `VisionConfig` fields; ConfigMismatchError unless `out_hidden_size` is the text model's `hidden_size`."""
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
             raise ConfigMismatchError(

@@ -99,12 +99,12 @@ class NullIsOneEntry:
     handled_model_fields: frozenset[str] = frozenset({"scaling"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `scaling`."""
+        """Return the `MoeConfig` field `scaling` from `routed_scaling_factor` of config.json; 1 if it is null or absent."""
         scaling = raw.get("routed_scaling_factor")
         return {"scaling": 1.0 if scaling is None else scaling}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key of the factor."""
+        """Return the config.json key `routed_scaling_factor`, the factor on the experts' routing weights."""
         return {"routed_scaling_factor": model.scaling}
 
 
@@ -116,12 +116,12 @@ class ValueScaleEntry:
     handled_model_fields: frozenset[str] = frozenset({"value_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `value_scale`."""
+        """Return the `ModelConfig` field `value_scale` from config.json: 0.707 if the key is absent, 1 if it is null."""
         scale = raw.get("attention_value_scale", 0.707)
         return {"value_scale": 1.0 if scale is None else scale}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the factor on values."""
+        """Return the config.json key of the factor on values, null for a factor of 1."""
         assert isinstance(model, ModelConfig)
         return {"attention_value_scale": None if model.value_scale == 1 else model.value_scale}
 
@@ -182,9 +182,7 @@ class LagunaHeadsEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of windows and heads.
-        Raises ConfigMismatchError if query heads differ among layers with a window, or among layers without.
-        """
+        """Return `ModelConfig` fields of windows and heads; ConfigMismatchError if query heads differ in layers of one kind."""
         windows, heads, layers = (
             self.windows.fields_from_config(raw),
             self.heads.fields_from_config(raw),
@@ -203,9 +201,7 @@ class LagunaHeadsEntry:
         return {**windows, **heads, "num_attention_heads": query, "full_attention": full}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of windows and heads.
-        Raises ConfigMismatchError if key/value heads differ by layer.
-        """
+        """Return the config.json keys of windows and heads; ConfigMismatchError if key/value heads differ by layer."""
         layers = [model.get_layer_config(layer) for layer in range(model.num_layers)]
         if len({(layer.key_value_heads, layer.query_key_head_dim, layer.attention_sinks) for layer in layers}) > 1:
             raise ConfigMismatchError("full_attention must have the key/value heads and sinks of the other layers")
@@ -243,12 +239,12 @@ class RouterSoftcapEntry:
     handled_model_fields: frozenset[str] = frozenset({"logit_softcap"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `logit_softcap`."""
+        """Return the `MoeConfig` field `logit_softcap` from config.json; None if the key is 0 or absent."""
         cap = raw.get("moe_router_logit_softcapping", 0.0)
         return {"logit_softcap": cap if cap > 0 else None}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key of the cap."""
+        """Return the config.json key of the soft cap of router logits, 0 for a model without one."""
         return {"moe_router_logit_softcapping": model.logit_softcap or 0.0}
 
 

@@ -30,9 +30,8 @@ _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind
 
 
 def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
-    """Read the weights and Adam moments that another trainer saved in `folder`.
+    """Read weights and Adam moments that another trainer (such as DeepSpeed or FSDP) saved in `folder`; None if there are none.
     Supported are torch.distributed.checkpoint, DeepSpeed, and .ckpt or .pth files. Names have no module wrappers.
-    Returns None for any other folder.
 
     Raises:
         CheckpointError: when files are missing, damaged or ambiguous.
@@ -57,7 +56,7 @@ def strip_module_wrapper_prefixes(name: str) -> str:
 
 
 def strip_common_prefix(tensors: Mapping[str, LazyTensor], expected: Collection[str]) -> Mapping[str, LazyTensor]:
-    """Remove from all tensor names the prefix whose removal makes most of them match the `expected` names."""
+    """Return `tensors` with the prefix removed from their names that makes most of them match the `expected` names."""
     counts = Counter(name[:at] for name in tensors for at in _part_offsets(name) if name[at:] in expected)
     best = max(["", *counts], key=lambda prefix: (counts[prefix], -len(prefix)))
     return {name.removeprefix(best): stored for name, stored in tensors.items()}

@@ -335,9 +335,8 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments.
-        There are none without multi-token prediction (MTP) layers, since the loss weight then has no effect. Raises
-        ConfigMismatchError for other MTP arguments.
+        """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments; empty without MTP layers.
+        Raises ConfigMismatchError for other arguments of multi-token prediction (MTP).
         """
         if not (count := count_mtp_layers(raw)):
             return {}

@@ -200,7 +200,7 @@ class ObjectiveConfig(StrictConfig):
         return self.temperature or (0.05 if self.kind == "contrastive" else 1.0)
 
     def get_label_loss(self, labels: int) -> LabelLoss:
-        """Return the loss of a head with this number of labels: `loss`, or its default."""
+        """Return `loss`, or its default for a head with `labels` outputs: `mse` for one, else `cross_entropy`."""
         return self.loss or ("mse" if labels == 1 else "cross_entropy")
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -446,6 +447,11 @@ def flatten_settings(value: object, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
+def format_overrides(settings: Mapping[str, object]) -> list[str]:
+    """Return settings, {dotted path: value}, as arguments PATH=VALUE of the option `--set`, with values as JSON."""
+    return [f"{path}={json.dumps(value)}" for path, value in settings.items()]
+
+
 def _iterate_texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -455,7 +461,7 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`.
+    """Return the content of a run.yaml with its abbreviations expanded, such as `model: {preset: name}`.
     The result needs no other file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
@@ -539,8 +545,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration to plan for: a run.yaml, or a model alone.
-    A model is a folder of weights or a HuggingFace config.json; it becomes a run without data.
+    """Read the run for `mega plan` from a run.yaml, or make one without data from a model alone: its folder or config.json.
 
     Raises:
         ConfigError: with every problem at once.

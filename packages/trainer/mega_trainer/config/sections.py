@@ -153,7 +153,7 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, data: DataConfig) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the data order or require validation in a run without it."""
+        """Yield `train` settings that conflict with the data's order or streaming, or require validation that is off."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:

@@ -244,7 +244,7 @@ class Fp8Kernels(TorchKernels):
         return dx.view(*dy.shape[:-1], -1)
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X, multiplied in fp8.
+        """Return the weight gradient dW = dY^T X, multiplied in fp8, in or added to `out` if given.
 
         The result is rounded to the dtype of the activations before it is written to a wider `out`.
         """
@@ -344,6 +344,6 @@ class Nvfp4Kernels(TorchKernels):
         return super().linear_dgrad(round_to_nvfp4(dy), self.prepare_weight(weight))
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X with operands rotated over tokens and rounded to NVFP4."""
+        """Return dW = dY^T X with operands rotated over tokens and rounded to NVFP4, in or added to `out` if given."""
         turned_dy, turned_x = (round_to_nvfp4(rotate_blocks(t.flatten(0, -2).t())) for t in (dy, x))
         return gemm_accumulation.gemm_into(turned_dy, turned_x.t(), out, add=add)

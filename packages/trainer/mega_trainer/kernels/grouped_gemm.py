@@ -61,7 +61,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
 def grouped_wgrad_gemm(
     y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
-    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows.
+    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows, in or added to `out` if given.
     Shapes are [M, N] x [M, D] -> [G, N, D]; the gradient of an empty group is zero.
 
     `out` and `add` as for `gemm_accumulation.gemm_into`.

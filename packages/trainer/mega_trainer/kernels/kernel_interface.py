@@ -96,9 +96,7 @@ class RotaryAngles:
 
     @cached_property
     def duplicated_cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles for the r rotated elements, as two tensors [B or 1, S, 1, r].
-        The sine is negated for the first half; both are repeated for both halves of the r elements.
-        """
+        """Cosine and sine, each repeated for both rotated halves, the first half's sine negated: each [B or 1, S, 1, r]."""
         return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
 
@@ -142,7 +140,7 @@ class Kernels(Protocol):
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient of a grouped linear layer, dY^T X over each group's rows.
+        """Return a grouped linear layer's weight gradient, dY^T X over each group's rows, in or added to `out` if given.
         The layer is `grouped_linear`; shapes are [M, N] x [M, D] -> [G, N, D], and the gradient of a group without rows
         is zero.
 

@@ -20,7 +20,7 @@ from mega_trainer.parallel.parameter_info import get_parameter_info
 def list_block_tensors(
     config: ModelConfig, factory: LayerFactory, where: str, layer: int, *, recurrent: bool
 ) -> dict[str, TensorShape]:
-    """Return the shape of each tensor of a layer's block, by its name after `model.layers.N.`.
+    """Return the shapes of a layer's block's tensors by name after `model.layers.N.`; a ConfigError for an invalid block.
     They are in the order of its parameters. `where` names the block in errors, and `layer` is the number of a layer that has it.
 
     Raises:

@@ -157,7 +157,7 @@ class SequenceMask:
         return self._square(range(self.length), window)
 
     def blocks_for_window(self, window: int | None) -> Sequence[ImageBlock]:
-        """Return the bidirectional blocks of a layer with a sliding window, or with full attention (None)."""
+        """Return the bidirectional image blocks of a layer with a sliding window, or with full attention (None)."""
         return () if self.blocks_in_windows and window is None else self.bidirectional_blocks
 
     def list_mask_blocks(self, queries: range, keys: range, window: int | None) -> list[AttentionMaskBlock]:

@@ -69,8 +69,8 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
-        Its width is 2 D with a shortcut. S/T is the length under sequence parallelism.
+        """Map hidden states [B, S or S/T, D] to the experts' output, of an equal shape or, with a shortcut, of width 2 D.
+        S/T is the length under sequence parallelism.
         """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
@@ -116,9 +116,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def split_zero_experts(x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:
-    """Return the choices with -1 for zero experts, and the weighted output of the zero experts [N, D].
-    Zero experts have no weights, and return their input x [N, D]. Choices are int64 [N, K]. Without zero experts the
-    output is None.
+    """Return the choices with -1 for zero experts, and these experts' weighted output [N, D]; None if the model has none.
+    Zero experts have no weights, and return their input x [N, D]. Choices are int64 [N, K].
     """
     if not moe.zero_experts:
         return chosen, None

@@ -110,11 +110,11 @@ class RoutedBatch(Protocol):
 
     @property
     def affects_loss_mask(self) -> Tensor | None:
-        """Mask of the tokens with an unmasked label at or after them, which alone can change the loss, bool [B, S]."""
+        """Mask of the tokens with an unmasked label at or after them, which can change the loss, bool [B, S]; None: all."""
 
     @property
     def token_indices(self) -> Tensor | None:
-        """Positions of this rank's tokens within the whole samples, int64 [S]."""
+        """Positions of this rank's tokens within the whole samples, int64 [S]; None if it has all tokens."""
 
 
 def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[MicroBatchRouting]:
@@ -129,7 +129,7 @@ def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_sca
 
 
 def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]:
-    """Return the expert load counters by layer, summed over micro-batches."""
+    """Return each layer's routing statistics `MicroBatchRouting.loads`, fp64 [6 + experts], summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 
