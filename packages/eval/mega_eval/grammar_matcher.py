@@ -42,7 +42,7 @@ class GrammarMatcher:
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
 
     def accept_token(self, token: int) -> bool:
-        """Advance the grammar state by the generated `token`; return True if the grammar allows nothing after it.
+        """Advance the grammar by the generated `token` (DataError if not allowed); return True if nothing may follow it.
 
         Raises:
             DataError: when the grammar does not allow the token, or has become too complex.
