@@ -101,8 +101,8 @@ class WorkflowStage(StrictConfig):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def existing_file_arguments(self, base: Path) -> list[str]:
-        """Return the arguments and option values of the stage's command that name existing files.
-        Its outputs and its run.yaml are left out. Paths are relative to `base`.
+        """Return the stage's arguments and option values that name existing files, without its outputs and its run.yaml.
+        Paths are relative to `base`.
         """
         return self.existing_inputs(
             base, (path for path in self.possible_file_arguments() if path != self.run_config_path)
