@@ -88,8 +88,7 @@ class TaskEvalOptions:
 
 
 def import_lm_eval(*, offline: bool) -> None:
-    """Import lm-evaluation-harness, online or offline.
-    `offline` sets environment variables that forbid its HuggingFace libraries the network.
+    """Import lm-evaluation-harness; with `offline`, first set variables that forbid its libraries the network.
 
     Raises:
         MissingPackageError: if it is not installed.

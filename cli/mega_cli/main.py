@@ -67,7 +67,7 @@ class CommandTree(TyperGroup):
     """Typer command group `mega`, which words errors about values of options like errors about settings of run.yaml."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the `mega` command that the arguments name.
+        """Run the `mega` command that the arguments name, with errors about options in the words of errors about settings.
 
         Raises:
             typer.BadParameter: for a value of an option that is not valid.

@@ -285,7 +285,7 @@ def _select_run(words: list[str]) -> Path:
 
 
 def check_run_inputs_exist(config: RunConfig, run: Path, *, data: bool) -> None:
-    """Check that the files, folders and names that run.yaml refers to exist.
+    """Raise ConfigError if a file, folder or name that run.yaml refers to does not exist; with `data`, data sets too.
 
     Raises:
         ConfigError: with all missing ones.

@@ -81,7 +81,7 @@ SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
 def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
-    """Return the verdict of C4's filter on a document: drop it, keep it without some lines, or None (unchanged)."""
+    """Return the verdict of C4's filter on a document: drop it, keep it with lines or citations removed, or None."""
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
         return DropDocumentVerdict("lorem ipsum")

@@ -135,7 +135,7 @@ def mark_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> 
 
 
 class MaskedLmSamples(TextSamples):
-    """Masked-LM samples of running text.
+    """Masked-LM samples of running text, with BERT's 80/10/10 replacement of randomly selected tokens.
     Each token of a window is selected for prediction with probability `data.bert.mask_probability`.
 
     80 % of the selected tokens become the mask token, 10 % a random token, 10 % stay unchanged. Labels are the original

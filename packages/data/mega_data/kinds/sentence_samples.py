@@ -112,8 +112,8 @@ class SentenceDocuments:
         self.sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def find_sample_ends(self, tokens: int) -> Ints:
-        """Return, for each sentence, the end of a sample of about `tokens` tokens that begins at it.
-        An end is one past the sample's last sentence. The result is int64 [sentences].
+        """Return, for each sentence, one past the last sentence of a sample of about `tokens` tokens that begins at it.
+        The result is int64 [sentences].
 
         A sample ends when it has `tokens` tokens and enough sentences, if it leaves at least two sentences; else with
         its document. Entries of sentences outside of the documents are undefined.

@@ -179,7 +179,7 @@ class DatasetOutput:
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
     def record_progress(self) -> None:
-        """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume.
+        """Flush everything written so far to disk and record the progress in `progress.json`; no effect without `lasting`.
 
         It has no effect without `lasting`.
         """

@@ -49,7 +49,7 @@ class InputShard:
 
     @classmethod
     def parse(cls, text: str) -> InputShard:
-        """Parse a shard given as NUMBER/COUNT, such as `3/8`.
+        """Return the shard that a text such as `3/8` (NUMBER/COUNT) names; a ConfigError for other texts.
 
         Raises:
             ConfigError: if it has another form, or its number is out of range.

@@ -247,7 +247,7 @@ def _read_first_or_none(source: DatasetSource) -> RawRecord | None:
 
 
 def read_first_record(sources: Sequence[CorpusSource]) -> RawRecord:
-    """Return the first record of raw data with its form.
+    """Return the first record of raw data with its form; a DataError if none can be read.
 
     Raises:
         DataError: if there is none that can be read.

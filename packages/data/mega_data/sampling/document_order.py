@@ -165,7 +165,7 @@ def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
 
 
 def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Return the token positions (begin, end) of the sequences [first, last) of a data set, end excluded.
+    """Return the token positions (begin, end) of the sequences [first, last), end excluded; a DataError for no tokens.
 
     Raises:
         DataError: if they have no tokens.

@@ -52,7 +52,7 @@ class BlendStage:
 
 
 class StagedBlend:
-    """Blend of data sets whose weights change between stages and which may have limits.
+    """Blend of data sets whose weights change between stages, and whose samples may be limited in number.
     The blend is a pure function of its arguments and sample number.
 
     Each data set continues with its next sample from stage to stage.

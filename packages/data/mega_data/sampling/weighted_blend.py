@@ -88,7 +88,7 @@ class MegatronBlend:
         return int(self._dataset.size)
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set).
+        """Return (index of the data set, number of the sample in it) of blend sample `k`; a DataError beyond the blend's size.
 
         Raises:
             DataError: if `k` is past the end.

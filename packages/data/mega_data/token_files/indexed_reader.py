@@ -342,8 +342,7 @@ class IndexedReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of the data set's content.
-        It covers the whole index, and 64 blocks of 4 KiB spread over the tokens.
+        """Fingerprint (32 hex digits) of the data set's index and of 64 blocks of 4 KiB spread over its tokens.
 
         It does not depend on names, folders or times. Regenerated tokens almost always change it, at the cost of
         reading the index once; an edit of a few tokens between the blocks is not detected.
