@@ -125,6 +125,12 @@ class RunConfig(StrictConfig):
     timeout_seconds: float = Field(600, gt=0, description="longest time that a rank may keep the others waiting")
     output: str = "runs/default"
 
+    @classmethod
+    def load_foreign_keys(cls) -> Mapping[str, str]:
+        """Return the fix for each key of other trainers' settings, from the table `foreign_keys.yaml`."""
+        table = load_yaml_mapping(Path(__file__).with_name("foreign_keys.yaml"))
+        return {key: fix for fix, keys in table.items() for key in keys.split()}
+
     @property
     def registry(self) -> ExtensionRegistry:
         """Registry of what the run's extensions add to mega; the first access imports their modules."""
