@@ -101,6 +101,11 @@ class VisionConfig(StrictConfig):
     bidirectional_windows: bool = Field(
         False, description="bidirectional only in decoder layers with a sliding window, as in Gemma 4"
     )
+    bidirectional_prompt: bool = Field(
+        False,
+        description="bidirectional among all tokens of a text with images up to the first one whose next token counts in "
+        "the loss, as in PaliGemma",
+    )
     pinpoints: Annotated[tuple[Resolution, ...], Field(min_length=1)] | None = Field(
         None,
         description="heights and widths in pixels; an image is resized to the best one and cut into tiles of image_size, "
@@ -235,9 +240,9 @@ class VisionConfig(StrictConfig):
             yield ConfigProblem("feature_layer", rule, self.feature_layer, "feature_layer: -1")
         if self.feature_class and not self.class_token:
             yield ConfigProblem("feature_class", "requires class_token", True, "feature_class: false")
-        if self.bidirectional_windows and not self.bidirectional:
-            hint = "bidirectional: true, or bidirectional_windows: false"
-            yield ConfigProblem("bidirectional_windows", "requires bidirectional", True, hint)
+        for name in ("bidirectional_windows", "bidirectional_prompt"):
+            if getattr(self, name) and not self.bidirectional:
+                yield ConfigProblem(name, "requires bidirectional", True, f"bidirectional: true, or {name}: false")
         if self.image_size // self.patch_size % self.pool:
             side = self.image_size // self.patch_size
             hint = f"pool: {find_largest_divisor(side, self.pool)}"

@@ -17,7 +17,7 @@ from mega_eval.model_loading import check_sequence_length
 from mega_eval.paged_cache import EncoderMemory
 from mega_eval.sampling import Sampling, TokenChoice, choose_tokens
 from mega_eval.text_stream import Continuation, FinishCause, GenerationLimits
-from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.batch_images import BatchImages, check_bidirectional_prompt
 from mega_trainer.distributed.device import to_device
 
 SHORT_DRAFT = 2  # tokens; a CPU verifies them in little more time than it computes one
@@ -74,6 +74,14 @@ class EngineRequest:
             raise DataError(f"the model has no adapter {self.adapter!r}")
         if config.encoder and self.prompt_logprobs:
             raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
+        if config.vision and config.vision.bidirectional_prompt and self.prompt_logprobs and self.images:
+            raise DataError(
+                "log-probabilities of a prompt with images are not supported with a model whose prompts have bidirectional "
+                "attention (vision.bidirectional_prompt)",
+                hint="leave out the log-probabilities of the prompt",
+            )
+        if self.images:
+            check_bidirectional_prompt(config, len(tokens) - self.drawn)
         size, new = len(tokens), self.limits.max_new_tokens
         what = f"{size} tokens and {new} new ones"
         if config.encoder:

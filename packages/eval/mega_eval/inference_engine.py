@@ -138,7 +138,8 @@ class InferenceEngine:
             None if request.grammar is None else self.grammars.get_grammar_matcher(request.grammar, request.limits.ends)
         )
         vision = self._model.config.vision
-        blocks = [] if vision is None or request.images is None else find_image_ranges(request.prompt, vision)
+        given = request.prompt[: len(request.prompt) - request.drawn]
+        blocks = [] if vision is None or request.images is None else find_image_ranges(given, vision)
         self._waiting.append(RequestState(self._number, request, text, self._initial_tokens(request), grammar, blocks))
         self._number += 1
         return self._number - 1

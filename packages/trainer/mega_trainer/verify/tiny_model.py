@@ -191,7 +191,7 @@ def shrink_model_fields(model: ModelConfig, layers: int) -> dict[str, Any]:
     fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False, "task_head": None}
     fields |= _shrink_layers(model, layers, fields) | _shrink_attention(model)
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
-    if model.sliding_window is not None:
+    if model.sliding_window is not None and not (model.vision and model.vision.bidirectional_prompt):
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.per_layer_input_size:
         fields["per_layer_input_size"] = 6
