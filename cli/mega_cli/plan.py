@@ -147,7 +147,7 @@ def plan_command(
             hint="measure: mega train --find-micro-batch, or a few steps with train.steps=20",
         )
     name = machine or ""
-    spec, limits = _load_machine(machine, price), None
+    spec, limits = _load_machine(config, machine, price, like), None
     if tokens is not None:
         from mega_trainer.plan.run_budget import BudgetLimits
 
@@ -193,13 +193,20 @@ def plan_command(
     print(json.dumps(plan, indent=1) if as_json else _format_plan(plan))
 
 
-def _load_machine(name: str | None, price: float | None) -> MachineSpec | None:
-    """Return the machine of `--machine`, with the price of `--price` if given, or None without one."""
+def _load_machine(config: RunConfig, name: str | None, price: float | None, like: str | None) -> MachineSpec | None:
+    """Return the machine of `--machine`, with the price of `--price` if given, or None without one.
+
+    Raises:
+        ConfigError: for an unknown machine, or one that lacks the run's FP8 recipe unless the plan is for the trainer `like`.
+    """
     if name is None:
         return None
+    from mega_trainer.plan.layout_search import check_machine_recipe
     from mega_trainer.plan.machine import load_machine
 
     machine = load_machine(name)
+    if like is None:
+        check_machine_recipe(config, machine)
     return machine if price is None else machine.model_copy(update={"price": price})
 
 

@@ -256,6 +256,32 @@ def test_budget_options_name_what_they_need(
     assert told_of in error
 
 
+@pytest.mark.parametrize(
+    ("machine", "settings", "options", "told_of"),
+    [
+        ("a100", ["precision=fp8"], [], ("precision = fp8 is not supported on A100", "set precision=bf16")),
+        ("a100", ["precision=fp8"], ["--json"], ("precision = fp8 is not supported on A100", "set precision=bf16")),
+        ("a100", ["precision=fp8"], ["--like", "megatron"], ("precision = fp8 is not supported on A100", "tflops: {fp8: 1000}")),
+        ("a100", ["precision=fp8"], ["--html", "plan.html"], ("precision = fp8 is not supported on A100", "set precision=bf16")),
+        ("a100", [], ["--search", "--precision", "fp8"], ("precision = fp8 is not supported on A100", "set precision=bf16")),
+        ("h100", ["precision=fp8", "fp8.recipe=mxfp8"], [], ("mxfp8 is not supported on", "set fp8.recipe=tensorwise")),
+        ("h100", ["precision=fp8", "fp8.recipe=nvfp4", "kernels.linear=te"], [], ("nvfp4 is not supported on H100", "tensorwise")),
+        ("b200", ["precision=fp8", "fp8.recipe=blockwise"], ["--search"], ("blockwise is not supported on", "fp8.recipe=mxfp8")),
+    ],
+)  # fmt: skip
+def test_a_precision_that_the_gpu_lacks_is_refused_and_not_predicted_from_another_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: str, settings: list[str], options: list[str],
+    told_of: tuple[str, str]
+) -> None:  # fmt: skip
+    given = [word for setting in settings for word in ("--set", setting)]
+    given += [str(tmp_path / word) if word == "plan.html" else word for word in options]
+    status, out, error = run_plan(tmp_path, capsys, "--machine", machine, "--ranks", "16", *given)
+    assert (status, out) == (2, "")
+    for words in told_of:
+        assert words in error
+    assert not (tmp_path / "plan.html").exists()
+
+
 def test_a_page_says_that_it_predicts_and_how_a_layout_would_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

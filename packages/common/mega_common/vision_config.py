@@ -158,9 +158,7 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts.
-        The processors of Gemma 3 and Qwen write it so.
-        """
+        """Return `image` between `begin` and `end`, with two newlines before and after unless images have native resolution."""
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
@@ -175,10 +173,7 @@ class VisionConfig(StrictConfig):
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """Sizes of images at native resolution, in pixels; None without native resolution.
-        They are the side of the square of an image that one vision feature stands for, and the minimum and maximum
-        number of pixels of an image.
-        """
+        """(side in pixels of one feature's square, minimum and maximum pixels of an image); None without native resolution."""
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
 
@@ -193,9 +188,7 @@ class VisionConfig(StrictConfig):
         return self.native.deepstack if self.native else ()
 
     def count_image_features(self, height: int, width: int) -> int:
-        """Return the number of projector outputs for an image or tile of `height` x `width` pixels.
-        With a module, sizes are in features.
-        """
+        """Return the number of projector outputs for an image or tile of `height` x `width` pixels (features with a module)."""
         if self.native is None and self.module is None:
             return self.features_per_tile
         high, wide = self.get_feature_grid(height, width)
@@ -208,7 +201,7 @@ class VisionConfig(StrictConfig):
         return sum(self.count_image_features(*shape[1:]) for shape in shapes)
 
     def get_feature_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return (rows, columns) of the feature grid of an image of `height` x `width` pixels at native resolution."""
+        """Return (rows, columns) of an image's feature grid from its size in pixels (native resolution) or features (module)."""
         if self.module is not None:
             return height, width
         side = self.patch_size * (self.native.merge if self.native else 1)

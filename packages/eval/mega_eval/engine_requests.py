@@ -164,8 +164,8 @@ class AdaptiveDraftLength:
     _left: int = 0
 
     def next_draft_length(self) -> int:
-        """Return the number of tokens to draft in this step of speculative decoding.
-        It is 0 during a pause after rejected drafts; call it once per step.
+        """Advance to the next step and return its number of draft tokens, 0 during a pause after rejected drafts.
+        Call it once per step of speculative decoding.
         """
         self._left = max(0, self._left - 1)
         return 0 if self._left else self._count
@@ -243,8 +243,8 @@ class RequestState:
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
 
     def list_token_choices(self) -> list[TokenChoice | Literal["later"] | None]:
-        """Return how to choose the next token, and the token after each draft token if that is accepted.
-        None is greedy; a grammar constrains tokens after draft tokens only once these are accepted (`later`).
+        """Return the choices of the next token and the one after each draft token: None is greedy, `later` waits for a grammar.
+        A grammar constrains tokens after draft tokens only once these are accepted.
         """
         request, new, grammar = self.request, self.text.tokens, self.grammar
         if request.sampling.is_greedy and grammar is None:

@@ -157,7 +157,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         return {**raw, "text_config": {**given, **text, **ignored}, _TIED: model.tie_embeddings}
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return {name on disk: DiskTensor} of the tensors of a vision-language model; see `VisionLanguageFamily`."""
+        """Return {name on disk: DiskTensor} of a vision-language model; vision tensors are stored as they are in `model`."""
         shapes = [name for name in canonical_tensors(model) if name.startswith((TOWER, PROJECTOR))]
         tower = [name.removeprefix(TOWER) for name in shapes if name.startswith(TOWER)]
         outer = [name.removeprefix(PROJECTOR) for name in shapes if name.startswith(PROJECTOR)]

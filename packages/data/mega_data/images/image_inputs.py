@@ -13,7 +13,7 @@ FEATURE_ORDER = "feature_order"  # int64 [1, k]: which features stand for an ima
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Inputs of a vision module for one image.
+    """Named input arrays of a transformers vision module for one image, and the (1, rows, columns) shape of its features.
 
     Attributes:
         arrays: inputs by the names of transformers, such as `pixel_values`, and `FEATURE_ORDER`; the first axis joins images.

@@ -80,9 +80,8 @@ def get_combined_rank_and_size(groups: Sequence[CommGroup]) -> tuple[int, int]:
 
 
 def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> list[ImageBlock]:
-    """Return the blocks of at least two adjacent image tokens in token rows.
-    `images`, bool [B, S], marks image tokens with True; `starts` gives the start of each token's document, which no
-    block crosses.
+    """Return the blocks of at least two adjacent image tokens, as (row, range of its tokens); none crosses a document.
+    `images`, bool [B, S], marks image tokens with True; `starts` gives the start of each token's document.
     """
     found: list[ImageBlock] = []
     for row, own in enumerate(np.where(images, 0 if starts is None else starts, -1)):

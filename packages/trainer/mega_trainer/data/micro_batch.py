@@ -55,8 +55,8 @@ class DocumentBounds:
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> DocumentBounds:
-        """Return the document bounds of padded rows of `width` tokens.
-        The first `lengths` (int [B]) tokens of a row are real; the padding after them becomes a separate document.
+        """Return the document bounds of rows of `width` tokens; the padding of each is a separate document.
+        The first `lengths` (int [B]) tokens of a row are real.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -225,9 +225,8 @@ class MicroBatch:
 def split_micro_batches(
     batch: StepBatch, config: RunConfig, device: torch.device, context: CommGroup | None = None
 ) -> Iterator[MicroBatch]:
-    """Cut the samples of an optimizer step into micro-batches on the device.
-    The micro-batches have `config.batch.micro` samples, in order, each on `device` and with only the tokens of this
-    rank of the `context` group.
+    """Yield a rank's samples of a step as micro-batches on `device`, of `batch.micro` samples and this context rank's tokens.
+    The samples stay in order; `context` is the context-parallel group.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have; for positions of packed documents that a module
@@ -434,9 +433,9 @@ def _mtp_arrays(batch: StepBatch, offset: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def mtp_label_weights(batch: StepBatch, offset: int) -> np.ndarray:
-    """Return the loss weights, fp32 [n, S], of multi-token prediction (MTP) labels.
-    The label is the one `offset` positions after each next-token label; its weight is 0 where it is past the sample's
-    end or in another document.
+    """Return the loss weights, fp32 [n, S], of MTP labels `offset` positions further on, 0 past a document's end.
+    The label of multi-token prediction (MTP) is the one `offset` positions after the next-token label; without document
+    ids, a sample is one document.
     """
     weights = _shift_left(batch.loss_weights, offset)
     if batch.document_ids is not None:

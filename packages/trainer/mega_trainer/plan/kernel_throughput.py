@@ -68,7 +68,8 @@ class GpuThroughput:
         eager = machine.get_peak_flops("fp32")
         shares = {"bf16": efficiency.bf16, "fp8": efficiency.fp8, "nvfp4": efficiency.nvfp4}
         product = {kind: machine.get_sustained_flops(kind, share, efficiency.power) for kind, share in shares.items()}
-        product |= {"fp16": product["bf16"], "fp32": eager, "fp64": eager / 2}
+        double = machine.get_peak_flops("fp64") if machine.supports_precision("fp64") else eager / 64
+        product |= {"fp16": product["bf16"], "fp32": eager, "fp64": double}
         one = MULTIPROCESSORS[machine.generation] * 2 * TILE_ELEMENTS
         own = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(attention, efficiency.attention)
         return cls(

@@ -30,9 +30,10 @@ def find_faster_layout_changes(
         try:
             changed = apply_settings(config, settings)
             changed.check_world_size(ranks)
+            planned = make_planned_run(changed, ranks, machine, count)
         except ConfigError:
             continue
-        gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
+        gains.append((planned.estimate_minimum_seconds(), settings))
     near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
     found = (plan_layout_if_fitting(config, settings, ranks, machine, count) for settings in near)
     gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - MIN_GAIN) * seconds)
@@ -76,7 +77,7 @@ def _iterate_memory_changes(config: RunConfig) -> Iterator[LayoutSettings]:
 def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[LayoutSettings]:
     """Yield single changes of a run's layout settings."""
     parallel, kinds = config.parallel, list(RECOMPUTE)
-    if config.precision == "bf16" and machine.get_peak_flops("fp8") > machine.get_peak_flops("bf16"):
+    if config.precision == "bf16" and machine.supports_precision("fp8"):
         yield {"precision": "fp8"}  # not part of the search, since it changes the training
     yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
     yield {"batch.micro": 2 * config.batch.micro}

@@ -19,7 +19,8 @@ import yaml
 
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides
-from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.fp8_config import OTHER_RECIPE, check_fp8_device
+from mega_trainer.config.run_config import RunConfig, format_overrides
 from mega_trainer.config.sections import ParallelConfig
 from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.device_memory import add_non_tensor_memory
@@ -31,8 +32,8 @@ from mega_trainer.plan.layout_candidates import (
     RoughMemoryEstimate,
     generate_layout_candidates,
 )
-from mega_trainer.plan.machine import MachineSpec
-from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
+from mega_trainer.plan.machine import CAPABILITIES, MachineSpec
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 from mega_trainer.plan.memory_prediction import iterate_memory
 from mega_trainer.plan.other_trainers import SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
@@ -50,7 +51,7 @@ class NoLayoutFitsError(ConfigError):
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """Layout of a run that fits the GPUs, with its predicted step time and memory.
+    """Valid layout of a run, with its predicted step time and memory.
 
     Attributes:
         settings: values by path; a run with these settings is valid.
@@ -119,10 +120,9 @@ def make_planned_run(
     The step time is that of mega, or of the trainer `like`.
 
     Raises:
-        ConfigError: when the GPU has no GEMMs in four bits and the run needs them.
+        ConfigError: when the GPU has no GEMMs in the run's precision.
     """
-    if config.gemm_precision == "nvfp4" and not machine.supports_precision("nvfp4"):
-        raise ConfigError(f"fp8.recipe = nvfp4 is not supported on {machine.gpu}", hint="set fp8.recipe=tensorwise")
+    check_machine_precision(config, machine)
     return PlannedRun.from_settings(
         config.model,
         make_training_layout(config, ranks),
@@ -131,6 +131,33 @@ def make_planned_run(
         make_trainer_profile(config) if like is None else like.profile,
         count,
     )
+
+
+def check_machine_precision(config: RunConfig, machine: MachineSpec) -> None:
+    """Raise `ConfigError` if the run computes in FP8 or NVFP4 and the GPU has no known peak in it.
+
+    Raises:
+        ConfigError: with a precision or a recipe that it has.
+    """
+    kind = config.gemm_precision
+    if kind in ("fp8", "nvfp4") and not machine.supports_precision(kind):
+        setting = "fp8.recipe" if kind == "nvfp4" else "precision"
+        other = OTHER_RECIPE if kind == "nvfp4" and machine.supports_precision("fp8") else "set precision=bf16"
+        raise ConfigError(
+            f"{setting} = {kind} is not supported on {machine.gpu}, which has no known peak in {kind}",
+            hint=f"{other}; if this GPU has {kind}, set its peak in the machine file, as tflops: {{{kind}: 1000}}",
+        )
+
+
+def check_machine_recipe(config: RunConfig, machine: MachineSpec) -> None:
+    """Raise `ConfigError` if the GPU has no known peak in the run's FP8 or NVFP4, or mega no kernels for the FP8 recipe on it.
+
+    Raises:
+        ConfigError: with a recipe or a precision that it supports.
+    """
+    check_machine_precision(config, machine)
+    if config.precision == "fp8" and machine.generation in CAPABILITIES:
+        check_fp8_device(CAPABILITIES[machine.generation], config.fp8.recipe, experts=config.model.moe is not None)
 
 
 @dataclass(frozen=True)
@@ -320,7 +347,7 @@ def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
     count: ParameterCounts | None = None, like: OtherTrainer | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with given settings, in mega or another trainer, or None if it is not legal."""
+    """Return a layout's predicted time and memory, whether it fits or not, in mega or `like`; None for invalid settings."""
     changed = _apply_layout(config, settings, ranks)
     if changed is None:
         return None
@@ -354,8 +381,6 @@ def _predict_layout_memory(
 def plan_layout_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
-    """Return the planned layout with given settings, or None if it is invalid or does not fit.
-    It must be valid for the run and fit the machine's memory.
-    """
+    """Return a layout's predicted time and memory in mega, or None if it is invalid or does not fit the machine's memory."""
     layout = plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None

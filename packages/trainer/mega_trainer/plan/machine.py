@@ -31,6 +31,13 @@ REFERENCE_GPUS: dict[GpuGeneration, tuple[str, float]] = {
     "ampere": ("A100", 400), "ada": ("L40S", 350), "hopper": ("H100", 700), "blackwell": ("GB200", 1200), "cdna3": ("MI300X", 750),
     "cdna4": ("MI355X", 1400),
 }  # fmt: skip
+# Least compute capability of a generation's GPUs; AMD's have none.
+CAPABILITIES: dict[GpuGeneration, tuple[int, int]] = {
+    "ampere": (8, 0),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+}
 # Shares of its peak that an H20 reaches in bf16, whose power limit never lowers its clock: 142 of 148 TFLOP/s in cuBLAS's GEMMs
 # (github.com/zzc0721/torch-performance-test-data/issues/77), 129 in cuDNN's attention (Dao-AILab/flash-attention/issues/1310).
 MAX_GEMM_SHARE, MAX_ATTENTION_SHARE = 0.96, 0.87

@@ -33,6 +33,7 @@ class OtherTrainer:
         schedules: pipeline schedules; `1f1b` with virtual stages if `interleaves`.
         zero: ZeRO levels without a pipeline; with one, level 3 only if it is the only level.
         recompute: kinds of recomputation.
+        selects_experts: selective recomputation of norms and activations is only for layers with experts.
         context: kinds of context parallelism; none without it.
         experts: whether it splits experts over ranks.
         profile: properties for the prediction of step times.
@@ -48,6 +49,7 @@ class OtherTrainer:
     experts: bool
     profile: TrainerProfile
     memory: TrainerMemoryOptions = field(default_factory=TrainerMemoryOptions)
+    selects_experts: bool = False
 
     def supports_layout(self, model: ModelConfig, run: TrainingLayout) -> bool:
         """Return whether the trainer can run the layout `run`, by its schedules, ZeRO levels and other limits.
@@ -63,6 +65,7 @@ class OtherTrainer:
             and run.zero in zero
             and run.zero3_gather == "micro_batch"
             and run.recompute in self.recompute
+            and not (self.selects_experts and run.recompute == "selective" and model.moe is None)
             and (run.cp == 1 or run.cp_kind in self.context)
             and (run.ep == 1 or self.experts)
             and not run.overlap_expert_exchange
@@ -78,11 +81,13 @@ class OtherTrainer:
 
 # Times of kernels and collectives: benchmarks/published.py, and constants of trainers in benchmarks/results/plan_time.json.
 OTHER_TRAINERS: dict[TrainerName, OtherTrainer] = {
-    # Transformer Engine's kernels, collectives of tensor parallelism beside GEMMs, gradients summed in bf16; ZeRO-3 by its FSDP
+    # Transformer Engine's kernels, collectives of tensor parallelism beside GEMMs, gradients summed in bf16; ZeRO-3 by its FSDP.
+    # Of `recompute_modules`, `moe_act` is of experts, and `layernorm` of norms that no linear layer contains, as a dense one's do
+    # (megatron/core/transformer/transformer_config.py and transformer_layer.py, 2025).
     "megatron": OtherTrainer(
         "megatron", ("1f1b",), True, (1, 3), ("none", "selective", "full"), ("ring", "allgather", "alltoall"), True,
         TrainerProfile(passes=1.38, tp_waited=2, dispatch="expert", gradient_bytes=2, split="even", copies_shards=False),
-        TrainerMemoryOptions(gradients=2),
+        TrainerMemoryOptions(gradients=2), selects_experts=True,
     ),
     # nothing compiled; 25 MiB buckets of torch's DDP. Its loss casts logits to fp32, subtracts, exponentiates, sums and divides
     # in kernels of their own; bf16 gradients of each backward are added to fp32 ones; ZeRO-1 all-reduces after the backward.
