@@ -90,7 +90,9 @@ class VisionModuleFamily(VisionLanguageFamily):
         fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False}
         try:
             fields |= self.find_vision_fields(config, text)
-            VisionConfig.parse(fields, source=f"{source}: vision_config")  # before transformers builds so many layers
+            VisionConfig.parse(
+                fields, source=f"{source}: vision_config"
+            )  # limits of sizes, before transformers builds the layers
             module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
             vision = VisionConfig.parse({**fields, "module": module}, source=f"{source}: vision_config")
             return ModelConfig.parse({**text.model_dump(exclude_unset=True), "vision": vision}, source=source)
@@ -216,7 +218,7 @@ class PaliGemmaFamily(VisionModuleFamily):
         return super().text_config_of(raw) | {"use_bidirectional_attention": None}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that are not read, without those that transformers writes and computes anew."""
+        """Return the keys of a config.json that are not read, without two that transformers writes and recomputes."""
         return [
             key for key in super().unread_keys(raw) if key not in ("vision_config.projection_dim", "num_image_tokens")
         ]
@@ -224,13 +226,14 @@ class PaliGemmaFamily(VisionModuleFamily):
 
 @dataclass(frozen=True)
 class Ovis2Family(VisionModuleFamily):
-    """Declaration of Ovis2 (arXiv:2405.20797): patches are distributions over a visual vocabulary, whose embeddings also replace
-    those of the tokens that begin, end and separate the tiles of an image.
+    """Declaration of Ovis2 (arXiv:2405.20797), whose image features are weighted embeddings of a visual vocabulary.
+    Its last embeddings replace those of the tokens that begin, end and separate the tiles of an image.
     """
 
     def find_vision_fields(self, config: Any, text: ModelConfig) -> dict[str, Any]:
-        """Return more `VisionConfig` fields: the indicators. Raises ConfigMismatchError for random patches, another number of
-        indicators than 5, and sizes that differ from those of the text model.
+        """Return more `VisionConfig` fields: the indicator tokens.
+        Raises ConfigMismatchError for random patches, another number of indicators than 5, and sizes that differ from those
+        of the text model.
         """
         inner, tokens = config.vision_config, tuple(config.visual_indicator_token_ids)
         for name, found, allowed in (
@@ -353,5 +356,5 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
 
 # Types of which the text model lacks something.
 REFUSED: Mapping[str, str] = {
-    "ernie4_5_vl_moe": "tokens of text and of images have experts of their own, of different widths, in each layer",
+    "ernie4_5_vl_moe": "tokens of text and of images have experts of their own, of different widths, in each layer"
 }

@@ -11,6 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,8 @@ def _order_features(text: str) -> np.ndarray:
     Indicators are numbered after the placeholders.
     """
     names = re.findall("|".join((_ATOM, *_INDICATORS)), text)
-    atoms = np.cumsum([name == _ATOM for name in names])
-    order = [
-        atom - 1 if name == _ATOM else atoms[-1] + _INDICATORS.index(name)
-        for name, atom in zip(names, atoms, strict=True)
-    ]
-    return np.array([order], np.int64)
+    numbers, atoms = {name: number for number, name in enumerate(_INDICATORS, names.count(_ATOM))}, count()
+    return np.array([[numbers[name] if name in numbers else next(atoms) for name in names]], np.int64)
 
 
 def _to_array(value: Any) -> np.ndarray:
