@@ -12,7 +12,9 @@ SWEEP.csv is nanotron's table of all layouts that it tried (bench_final2_mfu2.cs
 folder validation_scripts/huggingface_data): for each model and number of GPUs with at least five measured layouts, the place of
 the one with most tokens per second in the predicted order, and how many layouts are rightly said to fit or to run out of memory.
 Only the search's margin for memory is from published figures of this trainer and others. With SWEEP.csv the rows of its models also have
-the speed that the sweep measured for the layout that the search puts first.
+the speed that the sweep measured for the layout that the search puts first, and the place of the published best in the predicted
+order of the layouts that the sweep ran. Two kinds of jobs are left out of orders, by the table's own columns: pipelines over several
+nodes before the sweep's fix of its pipelines (most took 5 to 30 times as long as predicted), and jobs with a node whose all-reduce was under half the usual.
 
 With --times instead how long searches of large models take, on one core.
 """
@@ -32,13 +34,13 @@ from typing import Any
 
 import record
 from plan_fit import Predictor
-from published import Published, published
+from published import Published, published, sweep_machine
 
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.plan.device_memory import SLACK, add_non_tensor_memory
-from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
+from mega_trainer.plan.layout_candidates import RECOMPUTE, LayoutSettings, list_layout_settings
 from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout_settings, plan_layout
 from mega_trainer.plan.machine import load_default_efficiencies, load_machine
 from mega_trainer.plan.other_trainer_memory import TrainerName
@@ -47,6 +49,7 @@ from mega_trainer.plan.step_time import PlannedRun
 from mega_trainer.plan.training_layout import TrainingLayout
 
 NEAR, SAME = 1.03, 1e-6
+NODE_TEST = "AR Intra-node (GB/s)"
 LEAST_TRIED = 5  # measured layouts of a list
 SIZES = {  # of nanotron's models by billions of parameters: layers, width, feed-forward width, heads
     "1.34": (16, 2048, 8192, 32), "3.57": (28, 3072, 8192, 32), "8.86": (32, 4096, 14_336, 32), "80.0": (80, 8192, 28_672, 64),
@@ -97,19 +100,46 @@ def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
     found = find_best_layouts(config, run.gpus, run.machine, like=like)
     told |= {"like": like.name, "measured_seconds": run.seconds, "took": time.process_time() - start}
     told |= {"search": format_layout_settings(found[0].settings), "search_seconds": found[0].time.seconds}
-    first = {path.rpartition(".")[2]: value for path, value in found[0].settings.items()}
-    told["layout"] = " ".join(f"{key} {first[key]}" for key in ("dp", "tp", "pp", "micro", "zero") if key in first)
-    told["layout"] += " recompute" * (first["recompute"]["kind"] != "none")
+    told["layout"] = name_of(found[0].settings)
     theirs = plan_layout(config, list_layout_settings(run.run), run.gpus, run.machine, like=like)
     if theirs is None:
         return told | {"published": "not legal here"}
     faster = [layout for layout in found if layout.time.seconds < (1 - SAME) * theirs.time.seconds]
     ratio = found[0].time.seconds / theirs.time.seconds
     return told | {
-        "published": format_layout_settings(theirs.settings), "published_seconds": theirs.time.seconds, "ratio": ratio,
+        "published": format_layout_settings(theirs.settings), "published_layout": name_of(theirs.settings), "published_seconds": theirs.time.seconds, "ratio": ratio,
         "published_fits": theirs.memory <= run.machine.usable_memory_bytes, "faster_layouts": len(faster),
         "near": len(faster) < 3 or ratio >= 1 / NEAR, "difference": explain_layout_time(theirs, found[0]),
     }  # fmt: skip
+
+
+def name_of(settings: LayoutSettings) -> str:
+    """A layout as it is named in lists of what the sweep tried."""
+    values = {path.rpartition(".")[2]: value for path, value in settings.items()}
+    words = [f"{key} {values[key]}" for key in ("dp", "tp", "pp", "micro", "zero") if key in values]
+    return " ".join(words) + " recompute" * (values["recompute"]["kind"] != "none")
+
+
+def place_of(layout: str, tried: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any] | None:
+    """How many of the layouts that ran are predicted to be faster than this one, and which is the fastest; None if it is not
+    among them.
+    """
+    ran = order(tried, limit)
+    own = next((each for each in ran if each["layout"] == layout), None)
+    if own is None:
+        return None
+    faster = sum(each["seconds"] < (1 - SAME) * own["seconds"] for each in ran)
+    first = ran[0]
+    return {
+        "ran": len(ran), "faster_layouts": faster, "near": faster < 3 or first["seconds"] / own["seconds"] >= 1 / NEAR,
+        "first": first["layout"], "first_slower": own["rate"] / first["rate"] - 1,
+    }  # fmt: skip
+
+
+def order(tried: Sequence[Mapping[str, Any]], limit: float) -> list[Mapping[str, Any]]:
+    """Sound jobs that ran, with layouts that a search would take, in the predicted order."""
+    ran = (each for each in tried if each["rate"] and each["sound"] and SEARCH_MARGIN * each["memory"] <= limit)
+    return sorted(ran, key=lambda each: each["seconds"])
 
 
 def measured_of(layout: str, tried: Sequence[Mapping[str, Any]]) -> str:
@@ -139,7 +169,9 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
     lists: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     nanotron, bases = OTHER_TRAINERS["nanotron"], dict[str, PlannedRun]()
     with table.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        jobs = list(csv.DictReader(file))
+        usual = statistics.median(float(row[NODE_TEST]) for row in jobs if row[NODE_TEST])
+        for row in jobs:
             if row["status"] not in ("Success", "OOM") or row["num_params"] not in SIZES or not row["dp"]:
                 continue
             dp, tp, pp, micro, steps, zero = (
@@ -156,7 +188,7 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
             )  # fmt: skip
             run = TrainingLayout(4096, micro, steps, tp=tp, sp=tp > 1, pp=pp, dp=dp, zero=zero)
             if row["num_params"] not in bases:
-                alone, machine = replace(run, tp=1, sp=False, pp=1, dp=1), load_machine("h100")
+                alone, machine = replace(run, tp=1, sp=False, pp=1, dp=1), sweep_machine()
                 bases[row["num_params"]] = PlannedRun.from_settings(
                     model, alone, machine, machine.achieved_efficiency, nanotron.profile
                 )
@@ -167,6 +199,8 @@ def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
                     "rate": float(row["tok/s/gpu"]) if row["status"] == "Success" else 0.0,
                     "seconds": planned.predict_step_time().seconds,
                     "memory": most_memory(model, run, nanotron), "tp": tp,
+                    "sound": (pp == 1 or row["nodes"] == "1.0" or row["after_pp_fix"] == "True")
+                    and float(row[NODE_TEST] or usual) > usual / 2,
                     "reserved": float(row["Mem Res (GB)"] or 0) * 2**30,
                     "reserves": SLACK * sum(nanotron.predict_memory(model, run)[0].values()),
                 }
@@ -178,10 +212,7 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
     """How well the predicted order of each list finds its fastest layout, and how many are rightly said to fit."""
     rows, every = [], [layout for layouts in lists.values() for layout in layouts]
     for (model, gpus), layouts in sorted(lists.items()):
-        ran = [layout for layout in layouts if layout["rate"]]
-        fitting = sorted(
-            (each for each in ran if SEARCH_MARGIN * each["memory"] <= limit), key=lambda each: each["seconds"]
-        )
+        ran, fitting = [layout for layout in layouts if layout["rate"] and layout["sound"]], order(layouts, limit)
         if len(ran) < LEAST_TRIED or not fitting:
             continue
         best = max(ran, key=lambda layout: layout["rate"])
@@ -201,6 +232,7 @@ def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> 
     return {
         "layouts": len(every), "lists": len(rows), "best among the first three, or within 3 %": sum(r["near"] for r in rows),
         "median loss of the best of the first three": statistics.median(r["best_of_three_slower"] for r in rows),
+        "unsound jobs, of which no order is taken": sum(not each["sound"] for each in ran),
         "ran": len(ran), "ran and said to fit": sum(each["memory"] <= limit for each in ran),
         "out of memory": len(not_run), "out of memory and said not to fit": sum(each["memory"] > limit for each in not_run),
         "ran, by model": {
@@ -242,13 +274,14 @@ def main() -> None:
         return
     runs = [run for run in published(options.runs) if run.machine.generation in ("hopper", "ampere", "blackwell")]
     predictor = Predictor(runs, load_default_efficiencies())
-    rows, lists = [], tried(options.sweep) if options.sweep else {}
+    rows, lists, limit = [], tried(options.sweep) if options.sweep else {}, load_machine("h100").usable_memory_bytes
     for run in swept(options.runs):
         like = trainer_of(run, predictor)
         rows.append(compared(run, like))
         if lists and run.source == SWEEP:
             own = lists[run.row["model"].removeprefix("Llama-like-"), run.gpus]
             rows[-1]["the sweep had of the first"] = measured_of(rows[-1]["layout"], own)
+            rows[-1]["among what the sweep ran"] = place_of(rows[-1]["published_layout"], own, limit)
     near = [row["near"] for row in rows if "near" in row]
     fit = by_maker(runs, predictor)
     summary: dict[str, Any] = {
@@ -257,7 +290,11 @@ def main() -> None:
         "published runs that are said to fit": fit,
     }  # fmt: skip
     if options.sweep:
-        summary["sweep"] = ranked(lists, load_machine("h100").usable_memory_bytes)
+        among = [row["among what the sweep ran"] for row in rows if row.get("among what the sweep ran")]
+        equal = sum(place["first_slower"] < NEAR - 1 for place in among)
+        summary["published, among what the sweep ran"] = f"{sum(place['near'] for place in among)} of {len(among)}"
+        summary["of what the sweep ran, the predicted first within 3 % of the published one's speed, or faster"] = equal
+        summary["sweep"] = ranked(lists, limit)
     print(json.dumps(summary, indent=1))
     print(record.write("plan_search", {**summary, "rows": rows}))
 

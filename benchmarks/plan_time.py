@@ -187,11 +187,13 @@ def main() -> None:
     results["by kind, held-out model"] = by(lambda run: run.kind, runs, held_out["model"])
     results |= _compare_settings(runs, predictor, constants)
     tuned = [run for path in options.runs for run in published(path, tuned=True)]
-    results["fine-tuning, of which nothing is fitted"] = by(
-        lambda run: "adapters" if run.run.lora else "all weights",
-        tuned,
-        Predictor(tuned, load_default_efficiencies()).errors(constants),
-    )
+    apart = Predictor(tuned, load_default_efficiencies()).errors(constants)
+    results["fine-tuning, of which nothing is fitted"] = {
+        "together": told(apart), **by(lambda run: run.kind, tuned, apart),
+        **by(lambda run: f"{run.machine.generation} {run.kind}", tuned, apart),
+        **by(lambda run: "adapters" if run.run.lora else "all weights", tuned, apart),
+        **by(lambda run: f"{run.machine.generation}, {'adapters' if run.run.lora else 'all weights'}", tuned, apart),
+    }  # fmt: skip
     if options.fit:
         write_efficiency(constants)
         _write_errors(runs, held_out["source"])
