@@ -22,7 +22,7 @@ from mega_trainer.plan.flops import (
     compute_hardware_flops_per_token,
     compute_model_flops_per_token,
 )
-from mega_trainer.plan.held_out_error import classify_model
+from mega_trainer.plan.held_out_error import classify_architecture
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
 from mega_trainer.plan.other_trainers import OTHER_TRAINERS
@@ -162,7 +162,7 @@ class Published:
     @property
     def kind(self) -> str:
         """Class of its model, for which errors are reported."""
-        return classify_model(self.model)
+        return classify_architecture(self.model)
 
     @property
     def mixture(self) -> bool:

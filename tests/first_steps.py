@@ -19,7 +19,7 @@ from mega_trainer.run.build_components import connect_parallel_groups, load_data
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
 from mega_trainer.run.training_run import build_training_state_and_executor, initialize_training_state
-from mega_trainer.verify.case_comparison import largest_error
+from mega_trainer.verify.case_comparison import compute_largest_tensor_error
 from mega_trainer.verify.case_trainer import make_case_process_groups
 from mega_trainer.verify.layout_case import RunYamlLayoutCase
 
@@ -83,6 +83,6 @@ def in_layouts(raws: list[dict[str, Any]]) -> list[str]:
     for raw, (result, figures, gradients) in zip(raws, alone, strict=True):
         ours = step(raw, RankInfo(rank, ranks, rank), maker)
         apart = [abs(ours[1][name] - value) for name, value in figures.items()]
-        errors = [abs(ours[0].loss / result.loss - 1), *apart, largest_error(ours[2], gradients)]
+        errors = [abs(ours[0].loss / result.loss - 1), *apart, compute_largest_tensor_error(ours[2], gradients)]
         wrong += [] if max(errors) < 1e-10 else [f"{raw['objective']} {raw['parallel']}: {errors}"]
     return wrong

@@ -187,9 +187,21 @@ CASES["gemma4:together"] = (  # placeholders of an image attend to each other
         **CASES["gemma4"][0], "text_config": {
             **CASES["gemma4"][0]["text_config"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
             "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 3.0,
         },
     },
     *CASES["gemma4"][1:],
+)  # fmt: skip
+CASES["paligemma"] = (
+    {
+        "vision_config": SIGLIP, "text_config": text("gemma2", head_dim=8, sliding_window=37, query_pre_attn_scalar=10, attn_logit_softcapping=3.0),
+        "image_token_index": IMAGE, "projection_dim": 32, "hidden_size": 32, "vocab_size": VOCAB,
+    },
+    {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}, "image_seq_length": 16},
+    {}, {"image_token": "<image>"},
+)  # fmt: skip
+CASES["paligemma:1"] = (
+    {**CASES["paligemma"][0], "text_config": text("gemma", head_dim=8)}, *CASES["paligemma"][1:],
 )  # fmt: skip
 CASES["llama4"] = (
     {
@@ -321,7 +333,8 @@ def save_model(kind: str, folder: Path) -> Any:
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
-        CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config)))
+        CONFIG_MAPPING[model_type_of(kind)](**json.loads(json.dumps(config))),
+        attn_implementation="eager" if kind == "paligemma" else None,  # with soft caps
     ).eval()
     with torch.no_grad():  # numbers by which each part is seen in the result
         for parameter in model.parameters():
@@ -416,6 +429,8 @@ def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[st
     kinds = (
         {"mm_token_type_ids": (tokens == IMAGE).long()} if kind.startswith(("qwen", "gemma4:together", "glm")) else {}
     )
+    if kind.startswith("paligemma"):  # all of them a prompt
+        kinds = {"token_type_ids": torch.zeros_like(tokens), "attention_mask": torch.ones_like(tokens)}
     return found | kinds
 
 

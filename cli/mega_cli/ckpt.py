@@ -46,7 +46,7 @@ def inspect_command(path: Inspected, as_json: Json = False) -> None:
     Tensor data are not read.
     """
     from mega_ckpt.formats.megatron_source import is_megatron_folder
-    from mega_ckpt.inspect_foreign import inspect_foreign, inspect_megatron, is_hf_or_gguf_model
+    from mega_ckpt.inspect_foreign import inspect_hf_or_gguf_model, inspect_megatron, is_hf_or_gguf_model
     from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import inspect_checkpoint
 
@@ -54,7 +54,8 @@ def inspect_command(path: Inspected, as_json: Json = False) -> None:
     if isinstance(folder, Path) and is_megatron_folder(folder):
         _print_report(inspect_megatron(folder), as_json)
     else:
-        _print_report(inspect_foreign(folder) if is_hf_or_gguf_model(folder) else inspect_checkpoint(folder), as_json)
+        inspect = inspect_hf_or_gguf_model if is_hf_or_gguf_model(folder) else inspect_checkpoint
+        _print_report(inspect(folder), as_json)
 
 
 @app.command("verify", epilog="Example: mega ckpt verify runs/llama3-8b --finite")

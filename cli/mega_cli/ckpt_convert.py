@@ -220,7 +220,7 @@ def convert_command(
     perplexity: Perplexity = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a model's weights, configuration and tokenizer. The destination appears when it is complete.
+    """Convert a model's weights, configuration and tokenizer to another format, at a destination that appears when complete.
 
     From Megatron to mega the optimizer state is converted too, if its format does not depend on the ranks that wrote it.
 

@@ -45,9 +45,7 @@ class PoolingOption(StrEnum):
 
 
 def parse_pooling_modes(pooling: PoolingOption | None) -> list[PoolingMode] | None:
-    """Return the pooling modes of a text embedder that `--pooling` selects.
-    Returns None if the option is not given and the model's folder decides.
-    """
+    """Return the pooling modes that `--pooling` selects; None if it is not given, so that the model's folder decides."""
     return None if pooling is None else [pooling.value]
 
 

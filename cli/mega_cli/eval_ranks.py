@@ -88,8 +88,7 @@ class TaskEvalOptions:
 
 
 def import_lm_eval(*, offline: bool) -> None:
-    """Import lm-evaluation-harness, online or offline.
-    `offline` sets environment variables that forbid its HuggingFace libraries the network.
+    """Import lm-evaluation-harness; with `offline`, first set variables that forbid its libraries the network.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -147,7 +146,8 @@ def _lead(
     length = model_settings.seq_length or replicas.model.config.max_position
     template = _template(model_settings) if options.apply_chat_template else None
     samplers = load_extensions(model_settings.extensions).entries("samplers")
-    model = HarnessModel(replicas, find_end_tokens(model_settings.model, tokenizer), template, length, samplers)
+    ends = find_end_tokens(model_settings.model, tokenizer, model_settings.extensions)
+    model = HarnessModel(replicas, ends, template, length, samplers)
     run_info = {
         "model_args": {"model": model_settings.model, "precision": model_settings.precision, "max_length": length}
     }
@@ -177,13 +177,16 @@ def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, wo
     from mega_data.tokenizer import Tokenizer
     from mega_eval.model_loading import PRECISIONS, load_inference_model, load_tokenizer, select_device
     from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
+    from mega_trainer.config.extensions import load_extensions
 
     tokenizer = (
         Tokenizer(model_settings.tokenizer)
         if model_settings.tokenizer
         else load_tokenizer(model_settings.model, extensions=model_settings.extensions)
     )
-    groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
+    families = load_extensions(model_settings.extensions).families
+    config = read_model_config(model_settings.model, families=families)
+    groups = build_replica_groups(config, rank, world_size, sharing)
     dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)
     model = load_inference_model(
         model_settings.model,

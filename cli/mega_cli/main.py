@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class CommandTree(TyperGroup):
     """Typer command group `mega`, which words errors about values of options like errors about settings of run.yaml."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the `mega` command that the arguments name.
+        """Run the `mega` command that the arguments name, with errors about options in the words of errors about settings.
 
         Raises:
             typer.BadParameter: for a value of an option that is not valid.
@@ -92,8 +93,12 @@ def _explain_unknown_option(error: Any) -> None:
     error.possibilities = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
     options = {option for each in error.ctx.command.params for option in each.opts} if error.ctx else set()
     if "--set" in options and not error.possibilities:
-        resumes = error.option_name == "--resume"
-        error.message += "; the same command resumes a run" if resumes else "; settings are given as --set KEY=VALUE"
+        from mega_common.strict_config import suggest_other_key
+        from mega_trainer.config.run_config import RunConfig
+
+        fix = suggest_other_key(RunConfig, [error.option_name.lstrip("-")], "VALUE")
+        error.message += "" if fix.startswith("remove it") else "; settings are given as --set KEY=VALUE"
+        error.message += fix and "; " + re.sub(r"\bset (?=\S+=)", "--set ", fix)
     if meant := _OPTION_SYNONYMS.get(error.option_name, set()) & options:
         error.possibilities = sorted(meant)
 

@@ -35,8 +35,8 @@ def report_layouts(
     run: Path, precisions: Sequence[str], limits: BudgetLimits | None, why: str | None, html: Path | None,
     write: Path | None, as_json: bool, like: OtherTrainer | None = None
 ) -> str:  # fmt: skip
-    """Return the text or JSON of the fastest layouts of a run, which are searched for unless given.
-    The page `html` and the run.yaml `write` are written, if named.
+    """Return the text or JSON of a run's fastest layouts, searched for unless given; write the files `html` and `write`.
+    `html` is a page, `write` a run.yaml.
     """
     keep = SHOWN if html is None else HTML_LAYOUTS
     layouts = layouts or search_parallel_layouts(config, ranks, machine, keep, precisions, like)
@@ -141,9 +141,8 @@ def _explain_layout(
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """Return the settings of a parallel layout by path, from text that users write.
-    The text is written as `tp 8 pp 4 micro 2 recompute selective` or `tp=8,pp=4`. Sequence parallelism follows from tp
-    unless it is written, and all other parallel settings are the defaults.
+    """Return the settings {path: value} of a parallel layout from text such as `tp 8 pp 4 micro 2` or `tp=8,pp=4`.
+    Sequence parallelism follows from tp unless it is written, and all other parallel settings are the defaults.
 
     Raises:
         ConfigError: for an unknown word, or a word without value.
@@ -194,7 +193,7 @@ def find_ranks_for_budget(
     config: RunConfig, machine: MachineSpec, limits: BudgetLimits, precisions: Sequence[str] = (),
     like: OtherTrainer | None = None
 ) -> tuple[int, list[PlannedLayout]]:  # fmt: skip
-    """Return the smallest power of two of ranks, from 2, whose fastest layout meets the limits, and its layouts.
+    """Return (ranks, layouts): the least power of two from 2 whose fastest layout meets the limits; ConfigError if none does.
 
     Raises:
         ConfigError: when none does, with the nearest.

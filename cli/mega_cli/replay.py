@@ -16,8 +16,8 @@ StartTraining = Callable[["RunConfig", Path, int | None], int]
 
 
 def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTraining) -> int:
-    """Re-run the steps up to `step` from the latest checkpoint before it, and compare them with the recorded metrics.
-    Returns the exit status: 1 if they differ.
+    """Re-run the steps up to `step` from the latest checkpoint before it; return exit status 1 if the metrics changed.
+    The metrics are compared with the recorded ones.
     """
     from mega_trainer.job.step_replay import make_replay_run
 
@@ -26,9 +26,7 @@ def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTra
 
 
 def reproduce_step(checkpoint: str, overrides: list[str], nproc: int | None, start: StartTraining) -> int:
-    """Re-run the step after a checkpoint with the settings saved in it, and compare it with the recorded metrics.
-    Returns the exit status: 1 if it differs.
-    """
+    """Re-run the step after a checkpoint with its saved settings; return exit status 1 if the recorded metrics differ."""
     from mega_ckpt.store import parse_location
     from mega_trainer.job.step_replay import make_reproduction_run
 

@@ -320,11 +320,13 @@ def load_served_model(
     from mega_eval.language_model import LanguageModel
     from mega_eval.model_loading import check_sequence_length
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
+    from mega_trainer.config.extensions import load_extensions
     from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
     groups = None
     if sharing is not None and ranks is not None and ranks.world_size > 1:
-        groups = build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing)
+        described = read_model_config(model, families=load_extensions(extensions).families)
+        groups = build_replica_groups(described, ranks.rank, ranks.world_size, sharing)
     broadcasts = groups is not None and ranks is not None and ranks.rank == 0
     loaded = LanguageModel.load(
         model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters,

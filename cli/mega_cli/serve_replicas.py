@@ -107,7 +107,7 @@ def format_haproxy_config(ports: Sequence[int], descriptor: int, seconds: float)
 
 
 def find_haproxy() -> str:
-    """Return the path of the installed HAProxy.
+    """Return the path of the installed HAProxy; a MissingPackageError if there is none.
 
     Raises:
         MissingPackageError: when it is not installed.
@@ -192,7 +192,7 @@ class ServerReplica:
         self.process = _start_child(command, {**os.environ, **self.environment})
 
     def restart_process(self, status: int) -> None:
-        """Start the replica's process again after it ended with exit status `status`.
+        """Start the replica's process again after exit status `status`; a TrainingError if it repeatedly fails to start.
 
         Raises:
             TrainingError: when the replica has ended too often without becoming ready.
@@ -255,8 +255,8 @@ def _count_stop_signals() -> Iterator[list[int]]:
 def run_server_replicas(
     listener: socket.socket, environments: Sequence[Mapping[str, str]], seconds: float, drain: float
 ) -> int:
-    """Run this command as several replicas behind HAProxy until SIGTERM or SIGINT.
-    A replica that ends is restarted. Return the exit status of a replica that ends before it is healthy for the first
+    """Run this command as several replicas behind HAProxy until SIGTERM or SIGINT; return the exit status.
+    A replica that ends is restarted. The status is that of a replica that ends before it is healthy for the first
     time, else 0.
 
     Args:

@@ -196,20 +196,23 @@ def train_command(
 
 
 def _print_checked_run(config: RunConfig, run: Path, *, data: bool) -> None:
-    """Print all settings of a run as YAML, with comments about its data and kernels.
+    """Print all settings of a run as YAML, with comments about its data, kernels and the checkpoint that it resumes from.
 
     Raises:
-        ConfigError: with all inputs that do not exist.
+        ConfigError: with all inputs that do not exist, or when the run may not resume from its checkpoint.
     """
     import yaml
 
     from mega_trainer.data.data_check import check_datasets, format_usage
+    from mega_trainer.job.resume import find_resume_changes
 
     check_run_inputs_exist(config, run, data=data)
+    changes = find_resume_changes(config)
     uses = check_datasets(config) if data else []
     print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
     print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
     print(f"# {_describe_kernels(config)}")
+    print("".join(f"# {line}\n" for line in changes), end="")
     print("".join(f"# warning: {warning}\n" for warning in config.find_warnings()), end="")
     if config.model.transformers is not None:
         print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
@@ -221,10 +224,9 @@ def _resolve_layout(
 ) -> tuple[RunConfig, Sequence[str]]:
     """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
-    from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.config.run_config import format_overrides, load_run_config
     from mega_trainer.job.resume import find_start_checkpoint
     from mega_trainer.plan.automatic_layout import choose_parallel_layout
-    from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
@@ -283,7 +285,7 @@ def _select_run(words: list[str]) -> Path:
 
 
 def check_run_inputs_exist(config: RunConfig, run: Path, *, data: bool) -> None:
-    """Check that the files, folders and names that run.yaml refers to exist.
+    """Raise ConfigError if a file, folder or name that run.yaml refers to does not exist; with `data`, data sets too.
 
     Raises:
         ConfigError: with all missing ones.

@@ -79,8 +79,8 @@ class TuningRequest:
 
 
 def choose_sequence_length(data: TuningDataStatistics, max_position: int) -> int:
-    """Return the tokens of a packed sample of a tuning: room for the longest document, but at most 4096.
-    It is a multiple of 64 and at least 256; for plain text it is 1024. The model's context is never exceeded.
+    """Return the tokens of a packed sample of a tuning: room for the longest document, 256 to 4096; 1024 for plain text.
+    It is a multiple of 64. The model's context is never exceeded.
     """
     if data.kind == "text":
         return min(TEXT_LENGTH, max_position)

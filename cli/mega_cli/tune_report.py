@@ -35,8 +35,8 @@ class HeldOutPrompt:
 
 @dataclass(frozen=True)
 class TuningComparison:
-    """Comparison of the base and the tuned model on held-out data.
-    It has the loss before and after, and per prompt the question, the data's answer, and those of both models.
+    """Validation loss before and after a tuning, and the base and tuned models' answers to held-out prompts.
+    A row has the question, the data's answer, and those of both models.
     """
 
     loss_before: float | None

@@ -97,7 +97,7 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read a workflow file, check its stages and commands, and return its configuration.
+    """Return the configuration of a workflow file; a ConfigError lists the problems of its stages and commands.
     Its commands are checked against the `mega` command tree `root`, and the stage names `names` given as options.
 
     Raises:
@@ -118,9 +118,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 
 @dataclass(frozen=True)
 class WorkflowStageForecast:
-    """Forecast of a workflow stage before it runs.
-    `run` is True if the stage would run (None: depends on an earlier stage), and `why` is the reason.
-    """
+    """Forecast of a workflow stage: if it would run (None: depends on an earlier stage), the reason, and its command."""
 
     name: str
     run: bool | None

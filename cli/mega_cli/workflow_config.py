@@ -94,17 +94,15 @@ class WorkflowStage(StrictConfig):
         return words + [str(arg) for arg in args]
 
     def possible_file_arguments(self) -> Iterator[str]:
-        """Yield all arguments and option values of the stage that may name files.
-        Each is yielded unchanged (a path or glob), and with .bin and .idx appended (a token data set's prefix).
-        """
+        """Yield the stage's arguments and option values that may name files, also with `.bin` and `.idx` appended."""
         for value in (*self.args, *self.options.values()):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, str):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def existing_file_arguments(self, base: Path) -> list[str]:
-        """Return the arguments and option values of the stage's command that name existing files.
-        Its outputs and its run.yaml are left out. Paths are relative to `base`.
+        """Return the stage's arguments and option values that name existing files, without its outputs and its run.yaml.
+        Paths are relative to `base`.
         """
         return self.existing_inputs(
             base, (path for path in self.possible_file_arguments() if path != self.run_config_path)
@@ -168,8 +166,8 @@ class WorkflowConfig(StrictConfig):
                         )
 
     def ordered_stages(self, until: str | None = None) -> list[str]:
-        """Return the names of stages in an order in which each follows the stages that it needs.
-        They are all stages, or `until` and the stages it needs, otherwise in the file's order.
+        """Return the names of all stages, or of `until` and the stages it needs, each after the stages that it needs.
+        Otherwise they are in the file's order.
         """
         ordered: dict[str, None] = {}
 
@@ -286,8 +284,7 @@ class StageRerunReason:
 
 
 def load_stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
-    """Return all settings of a workflow stage's run.yaml with its `--set` options applied.
-    The result is {dotted key: value}, or None if the stage has no run.yaml.
+    """Return all settings of a workflow stage's run.yaml with its `--set` options applied, or None without a run.yaml.
 
     Raises:
         ConfigError: with all problems.
@@ -327,8 +324,7 @@ def list_files_named_by_settings(settings: FlatSettings) -> list[str]:
 def find_settings_rerun_reason(
     stage: WorkflowStage, before: FlatSettings | None, now: FlatSettings | None, *, done: bool
 ) -> StageRerunReason | None:
-    """Return the reason why a workflow stage must run after its run.yaml settings changed.
-    Returns None if no changed setting affects its result.
+    """Return the reason why a stage must run after its run.yaml settings changed, or None if that changes no result.
 
     A training with remaining steps resumes from its checkpoints with the new settings, unless `model` changed. A finished
     training with other settings starts over.

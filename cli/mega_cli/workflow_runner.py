@@ -48,7 +48,7 @@ class WorkflowError(MegaError):
 
 
 class WorkflowStageAttempt(StrictConfig):
-    """Record of the last attempt at a workflow stage.
+    """Record of the last attempt at a workflow stage: status, command, settings, file digests, times and exit status.
     `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
     `command` is the stage's `words_required_unchanged_to_resume`, `settings` are all settings of its run.yaml, and
@@ -232,7 +232,9 @@ class WorkflowRunner:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
                 if path.suffix in (".bin", ".idx"):
-                    yield from list_data_set_files(path.with_suffix(""))
+                    from mega_data.token_files.dataset_info import list_dataset_files
+
+                    yield from list_dataset_files(path.with_suffix(""))
 
     def _new_run_settings(self, name: str) -> FlatSettings | None:
         """Return the settings of the run that a stage starts, or None if it continues the run of an earlier stage."""
@@ -278,15 +280,6 @@ def find_previous_run_files(settings: FlatSettings, base: Path) -> Iterator[Path
         )
     if kept is not None:
         yield base / kept
-
-
-def list_data_set_files(prefix: Path) -> list[Path]:
-    """Return the paths of all files that belong to the token data set with this prefix, existing or not."""
-    from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path
-    from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
-
-    own = [path_of(prefix) for path_of in (get_bin_path, get_idx_path, get_info_path, get_quarantine_path)]
-    return [*own, *list_companion_files(prefix).values()]
 
 
 def load_workflow_state(path: Path) -> WorkflowState:
@@ -355,7 +348,7 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
 
 @contextlib.contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Call `handler` for SIGINT, SIGTERM and SIGHUP while the `with` block runs."""
+    """Context manager that calls `handler` for SIGINT, SIGTERM and SIGHUP in its block."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

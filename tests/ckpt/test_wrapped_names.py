@@ -12,7 +12,7 @@ from hf_models import save_model
 from safetensors.torch import load_file, save_file
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.formats.foreign_checkpoint import strip_common_prefix, strip_module_wrapper_prefixes
+from mega_ckpt.formats.foreign_checkpoint import remove_module_wrapper_parts, strip_common_prefix
 from mega_ckpt.formats.hf_source import HfSource
 from mega_common.errors import CheckpointError
 
@@ -101,7 +101,7 @@ def test_names_that_cannot_be_read_are_shown(tmp_path: Path) -> None:
     ],
 )
 def test_only_whole_parts_of_a_name_are_wrappers(name: str, bare: str) -> None:
-    assert strip_module_wrapper_prefixes(name) == bare
+    assert remove_module_wrapper_parts(name) == bare
 
 
 def test_no_prefix_is_stripped_where_names_are_as_expected() -> None:

@@ -12,9 +12,12 @@ from commands import typed
 from local_tasks import assert_same, write_model, write_tasks
 from typer.testing import Result
 
+import mega_cli
+from mega_ckpt.source import read_model_config
 from mega_cli.compare import compare_command
 from mega_cli.eval import eval_command
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+from mega_trainer.config.extensions import load_extensions
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 pytestmark = pytest.mark.usefixtures("quick_harness")
@@ -95,6 +98,17 @@ def test_a_tokenizer_without_a_template_has_no_chats(folder: Path, tmp_path: Pat
             (tmp_path / file.name).symlink_to(file)
     options = ["--tasks", folder / "choice.yaml", "--apply-chat-template"]
     assert "no chat template" in str(mega("eval", tmp_path, *options, fails=DataError).exception)
+
+
+def test_tasks_on_a_folder_of_an_extensions_family(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    extension = str(Path(mega_cli.__file__).parent / "templates/family.py")
+    (family,) = load_extensions([extension]).families
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(family.write_config_json(read_model_config(folder))))
+    options = ["--tasks", folder / "choice.yaml", "--limit", 2, "--device", "cpu", "--extension", extension]
+    assert mega("eval", tmp_path, *options).stdout == mega("eval", folder, *options).stdout
 
 
 @pytest.mark.long

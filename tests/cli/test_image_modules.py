@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 TOWERS = ("vision_tower", "vision_model", "vision_encoder", "visual")
-LONG = ("glm4v_moe", "glm_ocr", "qwen3_5_moe", "video_llama_3")
+LONG = ("glm4v_moe", "glm_ocr", "paligemma", "qwen3_5_moe", "video_llama_3")
 
 
 @pytest.mark.parametrize("kind", ["gemma4:together", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mega_ckpt.store import save_sharded_checkpoint
 from mega_cli.main import main
+from mega_trainer.config.run_config import load_run_config
+from mega_trainer.job.resume import inherit_data_order
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -27,6 +30,28 @@ def test_a_checked_configuration_is_printed_whole(tmp_path: Path, capsys: pytest
     assert resolved["batch"] == {"micro": 1, "global": 16, "stages": []}
     assert resolved["model"]["num_layers"] == 2
     assert out.splitlines()[-1] == "# ok: the configuration can be used"
+
+
+def test_a_check_covers_the_checkpoint_that_a_run_resumes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "run.yaml", tmp_path / "run"
+    settings = {
+        "model": {"preset": "tiny"},
+        "data": {"train": "tokens"},
+        "train": {"steps": 100},
+        "output": str(output),
+    }
+    path.write_text(yaml.safe_dump(settings))
+    config = inherit_data_order(load_run_config(path), {})
+    state = {"settings": config.model_dump(mode="json", by_alias=True), "consumed_samples": 80 * config.batch.global_}
+    save_sharded_checkpoint(config.checkpoint_root, 80, {}, model=config.model, state=state)
+    status, out, _ = call(capsys, str(path), "--check", "--no-data", "--set", "log.every=7")
+    assert status == 0
+    assert "step-00000080\n# changed: log.every: 1 -> 7\n" in out
+    status, _, err = call(capsys, str(path), "--check", "--no-data", "--set", "train.steps=1000")
+    assert status == 2
+    assert "would make a jump of the learning rate of the next step" in err
 
 
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

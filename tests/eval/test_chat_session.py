@@ -16,6 +16,7 @@ from mega_common.errors import DataError
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.chat_session import ChatSession, load_chat_template
+from mega_eval.language_model import LanguageModel
 from mega_eval.sampling import Sampling
 from mega_trainer.config.extensions import load_extensions
 
@@ -79,3 +80,5 @@ def test_a_folder_of_an_extensions_family_has_its_template_and_sampling(tmp_path
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 3}))
     assert load_chat_template(tmp_path, extensions=[extension]).source == TEMPLATE
     assert load_default_sampling(str(tmp_path), [extension])["top_k"] == 3
+    model = LanguageModel.load(tmp_path, extensions=[extension], draft=str(tmp_path))
+    assert model.chat([{"role": "user", "content": "x"}], max_new_tokens=2).tokens

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from extension_cases import EXAMPLES, extended_cases, find_differences
+from preference_pairs import pairs, write_pairs
+from safetensors.torch import load_file
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.source import open_weight_source, read_model_config
 from mega_common.errors import CheckpointError
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.extensions import load_extensions
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.engine import TrainingEngine
+from mega_trainer.job.step_replay import read_recorded_steps
+from mega_trainer.run.training_run import run_training
 
 FILE = str(EXAMPLES / "biogpt.py")
 SHAPE = {
@@ -87,3 +96,24 @@ def test_every_layout_computes_what_one_process_computes(folder: Path) -> None:
     del fields["num_layers"]
     cases = extended_cases("biogpt.py", {"model": fields}, layouts)
     assert not find_differences(cases)
+
+
+def test_an_engine_loads_and_streams_the_weights_under_the_names_of_the_family(folder: Path) -> None:
+    raw = {"extensions": [FILE], "model": {"from": str(folder)}, "precision": "fp32", "device": "cpu"}
+    engine = TrainingEngine({**raw, "data": {"seq_length": 16}})
+    streamed = dict(chain.from_iterable(engine.stream_weights()))
+    stored = load_file(folder / "model.safetensors")
+    assert streamed.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in streamed.items())
+
+
+def test_a_cached_reference_model_is_read_by_the_family(folder: Path, tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs", pairs(4))
+    raw = {
+        "extensions": [FILE], "model": {"from": str(folder)}, "precision": "fp64", "device": "cpu", "output": str(tmp_path / "run"),
+        "data": {"train": str(tmp_path / "pairs"), "kind": "pairs", "seq_length": 32, "split": [1]},
+        "batch": {"global": 2}, "train": {"steps": 1}, "checkpoint": {"save": False}, "log": {"tensorboard": False},
+        "objective": {"kind": "dpo"},
+    }  # fmt: skip
+    run_training(RunConfig.parse(resolve_run_config(raw)), RankInfo())
+    assert read_recorded_steps(tmp_path / "run")[1]["loss"] == pytest.approx(math.log(2))  # the policy is the reference

@@ -21,16 +21,18 @@ from mega_ckpt.families import detect_model_family
 from mega_ckpt.formats.hf_source import HfSource
 from mega_common.errors import CheckpointError, DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
+from mega_data.batch_loader import StepBatch
 from mega_data.images.image_inputs import ImageInputs
 from mega_data.images.image_pixels import compute_mrope_positions
 from mega_data.images.module_images import ModuleImageProcessor
 from mega_data.tokenizer import Tokenizer
+from mega_eval.engine_requests import EngineRequest
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt, attach_image_features
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_stream import GenerationLimits, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
-from mega_trainer.data.micro_batch import DocumentBounds
+from mega_trainer.data.micro_batch import DocumentBounds, find_bidirectional_tokens
 from mega_trainer.model.decoder import Decoder
 
 SIZES = [(37, 50), (20, 15), (30, 31)]
@@ -69,7 +71,12 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
     images = draw_images(kind, ours.config.vision)
     tokens, rows = draw_tokens(images)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, labels=labels, **join_inputs(kind, images, tokens))
+    inputs = join_inputs(kind, images, tokens)
+    if ours.config.vision.bidirectional_prompt:  # an answer of four tokens
+        labels[:, :-4] = -100
+        inputs["token_type_ids"][:, -4:] = 1
+    weights = torch.nn.functional.pad((labels[:, 1:] >= 0).float(), (0, 1))
+    expected = theirs(input_ids=tokens, labels=labels, **inputs)
     others = [ImageInputs({**one.arrays, "pixel_values": -one.arrays["pixel_values"]}, one.shape) for one in images]
     with torch.no_grad():
         seen = theirs(input_ids=tokens, **join_inputs(kind, others, tokens)).logits
@@ -86,13 +93,13 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
         ]
         mrope = torch.from_numpy(np.stack(each, 1))
     batch = ours.encode_images(BatchImages(images, rows, positions=mrope))
-    bounds = DocumentBounds.from_positions(
-        positions.expand_as(tokens).numpy(), None, (rows >= 0).numpy() if ours.config.vision.bidirectional else None
-    )
+    numbers = positions.expand_as(tokens).numpy()
+    whole = StepBatch(tokens.numpy(), labels.numpy(), weights.numpy(), numbers, None, np.arange(2))
+    together = find_bidirectional_tokens(whole, ours.config) if ours.config.vision.bidirectional else None
+    bounds = DocumentBounds.from_positions(whole.position_ids, None, together)
     context = ours.make_forward_context(positions if mrope is None else mrope, sequence_bounds=bounds)
     x = ours(ours.embed_inputs(tokens, positions, images=batch), context)
     torch.testing.assert_close(ours.compute_logits(x), expected.logits, rtol=0, atol=1e-5)
-    weights = torch.nn.functional.pad((labels[:, 1:] >= 0).float(), (0, 1))
     loss, _ = ours.compute_token_loss(x, tokens.roll(-1, 1), weights / weights.sum())
     assert np.isclose(loss.item(), expected.loss.item(), rtol=1e-5)
     loss.backward()
@@ -153,7 +160,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, kind: str) -> None:
         assert one.tokens == row[0, len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "aya_vision", "lighton_ocr", "vipllava", "deepseek_vl"])
+@pytest.mark.parametrize("kind", ["idefics3", "aya_vision", "lighton_ocr", "vipllava", "deepseek_vl", "paligemma"])
 def test_prompts_and_inputs_are_those_of_the_whole_processor_of_transformers(tmp_path: Path, kind: str) -> None:
     """Of the types whose processor loads without torchvision."""
     save_model(kind, tmp_path)
@@ -199,12 +206,33 @@ def test_attention_among_placeholders_is_that_of_config_json(kind: str) -> None:
     assert "as in vision.module.config" in problem
 
 
+def test_prompts_end_where_the_loss_begins_and_fit_into_a_window() -> None:
+    raw: dict[str, Any] = {"model_type": "paligemma", **CASES["paligemma"][0]}
+    model = detect_model_family(raw).read_config_json(raw)
+    tokens = np.array([[IMAGE, 5, 6, 7, 8, 9, IMAGE, 8], [5, 6, IMAGE, 7, 8, 9, 3, 4]])
+    documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2], [0] * 8], np.int32)
+    weights = np.array([[0, 0, 1, 0, 1, 0, 0.5, 1], [0, 0, 0, 0, 2, 0, 1, 0]], np.float32)
+    batch = StepBatch(tokens, tokens, weights, np.tile(np.arange(8), (2, 1)), documents, np.arange(2))
+    expected = np.array([[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0, 0]])
+    assert np.array_equal(find_bidirectional_tokens(batch, model), expected)
+    narrow = model.model_copy(update={"sliding_window": 4})
+    with pytest.raises(DataError, match=r"has 5 tokens, more than sliding_window = 4"):
+        find_bidirectional_tokens(batch, narrow)
+    images = BatchImages([], torch.zeros(1, 5))
+    with pytest.raises(DataError, match=r"has 5 tokens, more than sliding_window = 4"):
+        EngineRequest([5] * 5, GenerationLimits(2), images=images).check_fits_engine(narrow, (), 100)
+    with pytest.raises(DataError, match=r"log-probabilities of a prompt with images are not supported"):
+        EngineRequest([5] * 5, GenerationLimits(2), images=images, prompt_logprobs=True).check_fits_engine(
+            model, (), 100
+        )
+
+
 def test_what_cannot_be_followed_is_named(tmp_path: Path) -> None:
     config: dict[str, Any] = {"model_type": "aya_vision", **CASES["aya_vision"][0]}
     dropout = {**config, "vision_config": {**config["vision_config"], "attention_dropout": 0.1}}
     with pytest.raises(CheckpointError, match=r"vision_config.attention_dropout = 0.1 is not supported"):
         detect_model_family(dropout).read_config_json(dropout)
-    for kind, reason in (("paligemma", "prompt"), ("ovis2", "visual indicator")):
+    for kind, reason in (("ovis2", "visual indicator"),):
         with pytest.raises(CheckpointError, match=rf"model type '{kind}' is not supported: .*{reason}"):
             detect_model_family({"model_type": kind, "vision_config": {}})
     save_model("cohere2_vision", tmp_path)

@@ -325,6 +325,7 @@ VARIANTS["vision"] = [
             "image_size": 8, "bidirectional": True, "bidirectional_windows": True,
         },
     },
+    {"vision": MODELS["vision"]["vision"] | {"bidirectional": True, "bidirectional_prompt": True}},
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}

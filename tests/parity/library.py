@@ -31,7 +31,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
-from mega_trainer.verify.case_comparison import largest_error
+from mega_trainer.verify.case_comparison import compute_largest_tensor_error
 from mega_trainer.verify.case_trainer import copy_sharded_tensors_to_host, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
@@ -128,7 +128,11 @@ def against_one_process(cases: Sequence[LayoutCase]) -> list[str]:
         told, loss, norm, tensors = outcome(engine_of(case, RankInfo(rank, case.ranks), maker))
         one_told, one_loss, one_norm, one_tensors = alone[key]
         errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(told, one_told, strict=True)]
-        errors += [abs(loss / one_loss - 1), abs(norm / one_norm - 1), largest_error(tensors, one_tensors)]
+        errors += [
+            abs(loss / one_loss - 1),
+            abs(norm / one_norm - 1),
+            compute_largest_tensor_error(tensors, one_tensors),
+        ]
         if not max(errors) < 1e-10:
             wrong.append(f"{case}: {max(errors):.1e}")
     return wrong

@@ -34,6 +34,7 @@ def test_all_dimensions() -> None:
     ]  # fmt: skip
     cases = make_cases("internvl", shapes, steps=1)
     cases += make_cases("qwen2_vl", [(4, {"tp": 2, "cp": 2, "zero": 2})], steps=1)
+    cases += make_cases("paligemma:1", [(4, {"cp": 2, "zero": 3})], steps=1)
     cases += make_cases("mistral3", [(2, {"tp": 2})], freeze=["model.vision_tower.*"], steps=1)
     assert not problems(cases)
 

@@ -37,6 +37,7 @@ PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-
 
 
 RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][3])
+PROMPT = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][7])
 WINDOWS = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][6])
 TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
@@ -158,6 +159,11 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
     (
         "vision: an image ends with its chunk",
         RING,
+        lambda: swap(forward_context, "make_image_block_masks", _within_a_chunk),
+    ),
+    (
+        "vision: a prompt ends with its chunk",
+        PROMPT,
         lambda: swap(forward_context, "make_image_block_masks", _within_a_chunk),
     ),
     (

@@ -38,8 +38,7 @@ class ArrayJobPlan:
 
 
 def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
-    """Return the plan to run a stage of a workflow as `count` parallel jobs.
-    The stage `name` of the workflow file must be a `data preprocess`.
+    """Return the plan to run the `data preprocess` stage `name` of a workflow as `count` parallel jobs.
 
     Raises:
         ConfigError: if the workflow has no such stage, or it runs another command.

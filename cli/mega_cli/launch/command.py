@@ -248,7 +248,7 @@ def _check_serve_use(serve: bool, *, for_serving: Mapping[str, object], for_trai
 
 
 def reject_control_characters(run: Path, overrides: list[str] | None) -> None:
-    """Reject control characters in the path of run.yaml and its `--set` overrides, which launch scripts contain.
+    """Raise ConfigError for control characters in run.yaml's path or `--set` overrides, which launch scripts contain.
 
     Raises:
         ConfigError: if one has a control character.
@@ -258,7 +258,7 @@ def reject_control_characters(run: Path, overrides: list[str] | None) -> None:
 
 
 def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> list[Path]:
-    """Return the run.yaml files of the sweep in a folder, in order.
+    """Return the run.yaml files of the sweep in a folder, in order; a ConfigError if there are none.
 
     Raises:
         ConfigError: if the folder has none, or an option does not apply to a sweep.
@@ -274,8 +274,8 @@ def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> li
 
 
 def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> None:
-    """Check that the settings in run.yaml are valid for `ranks` ranks, if its base model is on this machine.
-    Otherwise a warning is logged. Data is not checked: it need not be on this machine.
+    """Raise ConfigError if run.yaml's settings are not valid for `ranks` ranks; only warn if its base model is elsewhere.
+    Data is not checked: it need not be on this machine.
 
     Raises:
         ConfigError: with all problems.

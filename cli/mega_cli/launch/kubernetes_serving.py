@@ -23,7 +23,7 @@ OWNED = ("host", "port", "replicas", "tp", "api_key", "api_key_file")  # options
 
 @dataclass(frozen=True)
 class KubernetesServerPlan:
-    """Server of a model on Kubernetes.
+    """Settings of a model server on Kubernetes: name, image, volume, numbers of pods and GPUs, and serve options.
 
     Attributes:
         name: name of all objects.

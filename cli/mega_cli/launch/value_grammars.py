@@ -58,7 +58,7 @@ KUBERNETES = {
 
 
 def check_option_value(option: str, value: str | None, grammar: OptionValuePattern) -> None:
-    """Check that the value of a launch option matches its grammar; None, an option that is not given, passes.
+    """Raise ConfigError unless a launch option's value matches its pattern; None, an option not given, passes.
 
     Raises:
         ConfigError: if it does not match the grammar.
@@ -73,7 +73,7 @@ def check_option_value(option: str, value: str | None, grammar: OptionValuePatte
 
 
 def check_option_values(option: str, values: Iterable[str], grammar: OptionValuePattern) -> None:
-    """Check that each value of a repeatable launch option matches its grammar.
+    """Raise ConfigError unless each value of a repeatable launch option matches its pattern.
 
     Raises:
         ConfigError: if one does not match the grammar.

@@ -185,8 +185,8 @@ def _number(text: str) -> int:
 
 
 def parse_megatron_layer_freq(text: str) -> int | list[int] | None:
-    """Parse the value of a Megatron flag for a layer pattern.
-    It is a number n (every n-th layer), or a list such as `[0]*3+[1]*58`. Returns None for anything else.
+    """Return a Megatron layer pattern as n (every n-th layer) or a list of numbers; None for anything else.
+    A list is written such as `[0]*3+[1]*58`.
     """
     try:
         return _items(ast.parse(text.strip(), mode="eval").body) if "[" in text else int(text)

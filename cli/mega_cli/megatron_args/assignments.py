@@ -15,18 +15,14 @@ from mega_cli.megatron_args.word_expansion import ShellWordExpander
 
 
 def interpret_shell_assignment_list(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell line with several assignments, `A=1 B=2`.
-    The variables are set in the state of the interpreted script. Returns True: assignments succeed.
-    """
+    """Set the variables of a shell line `A=1 B=2` in the state of the interpreted script; return True."""
     for child in node.named_children:
         interpret_shell_assignment(reader, child)
     return True
 
 
 def interpret_shell_assignment(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret one shell assignment, `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`.
-    The variable is set in the state of the interpreted script. Returns True: an assignment succeeds.
-    """
+    """Set the variable of `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1` in the state of the interpreted script; return True."""
     target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
     if target is None:
         return True
@@ -81,9 +77,7 @@ def _assign_array(reader: ShellInterpreter, node: Node, value: VariableValue) ->
 
 
 def interpret_shell_declare_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret the shell builtins `export`, `declare`, `local` and similar.
-    Their variables are set in the state of the interpreted script. Returns True: the builtin succeeds.
-    """
+    """Set the variables of `export`, `declare`, `local` and similar in the interpreted script's state; return True."""
     command, words = node.children[0].type, reader.words
     options = "".join(
         get_node_source_text(child) for child in node.named_children if get_node_source_text(child).startswith("-")
@@ -108,9 +102,7 @@ def interpret_shell_declare_builtin(reader: ShellInterpreter, node: Node) -> Kno
 
 
 def interpret_unset_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret the shell builtin `unset A B 'L[1]'`.
-    These variables are removed from the reader's state. Returns True: the builtin succeeds.
-    """
+    """Remove the variables of `unset A B 'L[1]'` from the state of the interpreted script; return True."""
     words, names, end = reader.words, list[str](), -1
     for child in node.named_children:
         text = words.expand_to_text(child)

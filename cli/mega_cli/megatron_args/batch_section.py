@@ -14,9 +14,7 @@ POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def translate_batch_flags(draft: RunYamlDraft) -> None:
-    """Add the `batch` section of a run.yaml to `draft`.
-    It is translated from batch-size flags of Megatron-LM and DeepSpeed's configuration file.
-    """
+    """Add to `draft` the `batch` section of a run.yaml, from flags of Megatron-LM and DeepSpeed's configuration file."""
     _batch_size(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
     micro, copies = draft.run["batch"]["micro"], ranks_per_model(draft)
     dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
@@ -125,16 +123,14 @@ def _last_step(draft: RunYamlDraft) -> int | None:
 
 
 def convert_token_count_to_samples(draft: RunYamlDraft, dest: str) -> int | None:
-    """Convert the number of tokens in a Megatron setting to samples of data.seq_length tokens, rounded up.
-    The setting is `dest`. Returns None if the number or the length is unknown.
-    """
+    """Return the tokens in the Megatron setting `dest` as samples of data.seq_length tokens, rounded up; None if unknown."""
     tokens, length = draft[dest], draft.run["data"]["seq_length"]
     return -(-tokens // length) if tokens and length else None
 
 
 def convert_sample_count_to_steps(draft: RunYamlDraft, samples: int | None, *, up: bool = False) -> int | None:
-    """Return the number of whole optimizer steps in a number of samples, rounded up with `up`.
-    The batch sizes are those translated so far. Returns None if `samples` or a batch size is unknown.
+    """Return the whole optimizer steps in a number of samples, rounded up with `up`; None if a size is unknown.
+    The batch sizes are those translated so far.
     """
     sizes = draft.run["batch"]
     if not samples or any(
@@ -149,8 +145,8 @@ def convert_sample_count_to_steps(draft: RunYamlDraft, samples: int | None, *, u
 
 
 def format_training_length_formula(draft: RunYamlDraft, *dests: str, steps: bool = True) -> str:
-    """Return a formula such as `$SAMPLES / batch.global` for a training length through an unset variable.
-    The launch script gives the length in samples or tokens. The result is empty if none of the flags `dests` is given.
+    """Return a formula such as `$SAMPLES / batch.global` for a length given by an unset variable; "" if not given.
+    The launch script gives the length in samples or tokens, by one of the flags `dests`.
     """
     for dest in dests:
         given = draft.arguments.given.get(dest)

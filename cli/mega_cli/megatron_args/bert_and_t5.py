@@ -7,9 +7,7 @@ from mega_cli.megatron_args.training_command import BERT, T5
 
 
 def translate_bert_flags(draft: RunYamlDraft) -> None:
-    """Add the keys of a run.yaml that only an encoder has to `draft`, for `pretrain_bert.py`.
-    They are keys of `model` and `data`. Nothing is added for another script.
-    """
+    """Add to `draft` the keys of `model` and `data` that only an encoder has, if the script runs `pretrain_bert.py`."""
     if draft.program != BERT:
         return
     put, why = draft.set_key, f"{BERT} trains an encoder"

@@ -21,9 +21,7 @@ LINE = 60  # digits that `bc` prints on one line
 
 
 def simulate_expr_command(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return the output that the shell command `expr` would have with these arguments.
-    The result is None if they are not an expression of whole numbers.
-    """
+    """Return the output of the shell command `expr` for whole numbers, or None for other arguments."""
     text = " ".join(arguments)
     if any(not re.fullmatch(r"[-+*/%()]|-?\d+", argument) for argument in arguments):
         return None
@@ -31,8 +29,8 @@ def simulate_expr_command(arguments: Sequence[str], _: str | None) -> str | None
 
 
 def simulate_bc_command(arguments: Sequence[str], entered: str | None) -> str | None:
-    """Return the output that the shell command `bc` would have for its standard input `entered`.
-    It is supported for numeric expressions and assignments of `scale`; the result is None for other input.
+    """Return the output of the shell command `bc` for numeric expressions in `entered`, or None for other input.
+    Assignments of `scale` are supported.
     """
     if entered is None or any(argument not in ("-l", "-q", "-lq", "-ql") for argument in arguments):
         return None

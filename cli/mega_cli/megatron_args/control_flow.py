@@ -24,9 +24,8 @@ ROUNDS = 256  # most iterations of a loop
 
 
 def interpret_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell loop `for NAME in ...`, whose words may be unknown.
-    If a word is unknown, the body is interpreted once with NAME unknown. Returns True if its last command succeeds,
-    None if unknown.
+    """Interpret a shell loop `for NAME in ...`; return whether its last command succeeds, or None if unknown.
+    If a word is unknown, the body is interpreted once with NAME unknown.
     """
     variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
     if variable is None or body is None:
@@ -59,7 +58,7 @@ def _follow_unknown_iteration(reader: ShellInterpreter, name: str, body: Node, n
 
 
 def interpret_while_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell loop `while ...` or `until ...`; return True if its last command succeeds, None if unknown."""
+    """Interpret a shell loop `while ...` or `until ...`; return whether its last command succeeds, or None if unknown."""
     body = node.child_by_field_name("body")
     conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
     until = node.children[0].type == "until"
@@ -74,7 +73,7 @@ def interpret_while_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
 
 
 def interpret_c_style_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell loop `for ((i = 0; i < 3; i++))`; return True if its last command succeeds, None if unknown."""
+    """Interpret a loop `for ((i = 0; i < 3; i++))`; return whether its last command succeeds, or None if unknown."""
     parts = [part.strip() for part in get_node_source_text(node).partition("((")[2].partition("))")[0].split(";")]
     body = node.child_by_field_name("body")
     if len(parts) != 3 or body is None:
@@ -119,8 +118,8 @@ def _follow_iterations(
 
 
 def interpret_if_statement(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell `if ...; then ...; elif ...; else ...; fi`.
-    Every branch is interpreted if the condition is unknown. Returns True if its last command succeeds, None if unknown.
+    """Interpret a shell `if`; return whether its last command succeeds, or None if unknown.
+    Every branch is interpreted if the condition is unknown.
     """
     return _follow_branches(reader, node, list(iterate_if_branches(node)))
 
@@ -145,8 +144,8 @@ def _follow_branches(
 
 
 def interpret_case_statement(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell `case ... in pattern) ...;; esac`.
-    Every branch is interpreted if the value is unknown. Returns True if its last command succeeds, None if unknown.
+    """Interpret a shell `case`; return whether its last command succeeds, or None if unknown.
+    Every branch is interpreted if the value is unknown.
     """
     value = node.child_by_field_name("value")
     text = reader.words.expand_to_text(value) if value else ""

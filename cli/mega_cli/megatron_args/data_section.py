@@ -73,7 +73,7 @@ def _fim(draft: RunYamlDraft) -> None:
 
 
 def parse_megatron_data_path(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse the words of Megatron's `--data-path` to items of run.yaml's `data.train`.
+    """Return the items {path, weight} of run.yaml's `data.train` for the words of Megatron's `--data-path`.
     The words are weights and paths alternating, or paths alone.
     """
     weights = words[::2]

@@ -65,7 +65,7 @@ class MegatronFlagSpec:
         return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
 
     def convert_value(self, text: str) -> Any:
-        """Return the text of a value converted to the flag's type; a choice gets Megatron-LM's spelling.
+        """Return a value's text converted to the flag's type, or a ValueError; a choice gets Megatron-LM's spelling.
 
         Raises:
             ValueError: if the text is not of this type.
@@ -244,8 +244,8 @@ class MegatronCommandSettings:
             self.problems.append(problem)
 
     def add_rejected_settings_problem(self, line: int, text: str, rule: str, hint: str) -> None:
-        """Record settings of the launch script that Megatron-LM would reject.
-        They are on line `line`, and are a problem if `strict`, else a remark. `rule` is the rule that they violate.
+        """Record settings that Megatron-LM would reject: as a problem if `strict`, else as a remark.
+        They are on line `line` of the launch script; `rule` is the rule that they violate.
         """
         if self.strict:
             self.problems.append(ConfigProblem(f"line {line}: {text}", rule, hint=hint))
@@ -261,7 +261,7 @@ class MegatronCommandSettings:
 def parse_megatron_arguments(
     words: Sequence[ShellWord], table: Iterable[MegatronFlagSpec], *, strict: bool = False
 ) -> MegatronCommandSettings:
-    """Parse the arguments of a Megatron training command with the flags of `table`.
+    """Return the settings of a Megatron training command's arguments by the flags of `table`, with problems recorded.
     Problems are not raised here, but by `MegatronCommandSettings.raise_problems`.
     """
     table, words = list(table), _join_placeholders(words)

@@ -66,9 +66,7 @@ def is_hybrid_pattern_without_moe(draft: RunYamlDraft) -> bool:
 
 
 def get_megatron_hybrid_pattern(draft: RunYamlDraft) -> HybridLayerPattern | None:
-    """Return the hybrid layer pattern that Megatron's flags give.
-    Returns None if it is absent, unknown or invalid; an invalid one is recorded as a problem in `draft`.
-    """
+    """Return the hybrid layer pattern of Megatron's flags; None if absent, unknown, or invalid (a problem in `draft`)."""
     named = ("is_hybrid_model", *PATTERNS, *SHARES, "num_layers", "mtp_num_layers", "mtp_hybrid_override_pattern")
     if not has_hybrid_layers(draft) or any(
         draft.is_megatron_setting_unknown(dest) or MARK.search(str(draft[dest])) for dest in named

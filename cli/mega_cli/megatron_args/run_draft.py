@@ -71,8 +71,8 @@ class DeepSpeedConfigValues:
 
 
 def parse_deepspeed_config(name: str, text: str) -> DeepSpeedConfigValues | None:
-    """Parse the text of a DeepSpeed configuration file.
-    Returns None if it is not a JSON object, such as a template that a program fills.
+    """Return the values in the text of a DeepSpeed configuration file, or None if it is not a JSON object.
+    A template that a program fills is none.
     """
     try:
         values = parse_json_text(MARK.sub("null", text))
@@ -180,7 +180,7 @@ class RunYamlDraft:
         return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
 
     @property
-    def collect_translation_notes(self) -> list[FlagTranslationNote]:
+    def translation_notes(self) -> list[FlagTranslationNote]:
         """General notes, then one note for each flag in the order of the command."""
         flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
         once = {(note.flag, note.line): note for note in reversed(flags)}
@@ -255,9 +255,7 @@ class RunYamlDraft:
         self._general.append(FlagTranslationNote("open", f"line {line}: {text}", line=line))
 
     def add_problem(self, dest: str, rule: str) -> None:
-        """Record that the value of a Megatron flag violates a rule.
-        The flag is of setting `dest`, the rule is `rule`. The errors of all flags are raised together later.
-        """
+        """Record that the flag of setting `dest` violates `rule`; the errors of all flags are raised together later."""
         self.arguments.add_flag_problem(self.arguments.given[dest], rule)
 
     def note_untranslated_flags(self) -> None:
@@ -270,8 +268,8 @@ class RunYamlDraft:
 
 @cache
 def load_untranslated_flag_notes() -> tuple[tuple[str, NoteKind, str], ...]:
-    """Return the notes on Megatron flags that set no key of run.yaml.
-    They are from mega's table `handling.yaml`: (glob pattern of the flag's name, kind of note, text).
+    """Return (glob pattern of the flag's name, kind of note, text) for Megatron flags that set no key of run.yaml.
+    They are from mega's table `handling.yaml`.
     """
     text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[NoteKind, Mapping[str, str]] = yaml.safe_load(text)

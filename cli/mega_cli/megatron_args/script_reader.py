@@ -186,8 +186,7 @@ def interpret_shell_script(
     define: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> ShellScriptResult:
-    """Interpret a shell script statically, without running anything.
-    Returns the variables it sets and the commands it would start.
+    """Return the variables that a shell script sets and the commands it would start, without running anything.
 
     Args:
         path: path of the script; files that it sources or starts are searched in its folder.

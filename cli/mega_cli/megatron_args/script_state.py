@@ -39,8 +39,7 @@ class ShellControlFlowException(Exception):
 
 @dataclass
 class ShellScriptResult:
-    """Result of the static interpretation of a shell script.
-    It has variables, commands that the script would start, files it would write, and remarks.
+    """Result of interpreting a shell script: its variables, commands to start, files to write, and remarks.
 
     Attributes:
         variables: values at the end of the script, by name and index.
@@ -113,9 +112,8 @@ class ShellInterpreter:
     def interpret_source(
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
-        """Interpret the text of a shell script that begins at `line`.
-        With `flat`, all of it counts as this one line, as for `eval`. Returns True if its last command succeeds, None
-        if unknown.
+        """Interpret a shell script's text; return whether its last command succeeds, or None if unknown.
+        It begins at `line`. With `flat`, all of it counts as this one line, as for `eval`.
         """
         text = text.replace("\r\n", "\n")
         if len(text) > LARGEST_SCRIPT:
@@ -157,8 +155,8 @@ class ShellInterpreter:
         return self.interpret_statements([child for child in node.named_children if child.type in self.statements])
 
     def evaluate_arithmetic_expression(self, text: str) -> int | None:
-        """Return the value of a shell arithmetic expression and carry out its assignments.
-        Returns None if the value is unknown, and then every variable that it sets becomes unknown.
+        """Carry out the assignments of a shell arithmetic expression; return its value, or None if unknown.
+        Every variable that an unknown expression sets becomes unknown.
         """
         if MARK.search(text):
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
@@ -167,10 +165,7 @@ class ShellInterpreter:
         return evaluate_bash_arithmetic(text, self.words)
 
     def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
-        """Return the output of interpreted shell statements, and whether they succeed.
-        The function `follow` interprets them. The output is None if unknown. The second value is True if they succeed,
-        None if unknown.
-        """
+        """Return the output of the statements that `follow` interprets and whether they succeed, each None if unknown."""
         before, self.printed = self.printed, []
         try:
             status = follow()
@@ -180,8 +175,8 @@ class ShellInterpreter:
             self.printed = before
 
     def interpret_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
-        """Interpret each branch of a script, because it is unknown which one the script takes.
-        Variables that differ afterwards keep their common prefix and are unknown from there.
+        """Interpret each branch, as it is unknown which one the script takes; variables that differ become unknown.
+        They keep their common prefix and are unknown from there.
         """
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
         for follow_branch in branches:
@@ -222,9 +217,7 @@ class ShellInterpreter:
 
     @contextmanager
     def enter_nesting_level(self) -> Iterator[None]:
-        """Enter one level of nested functions, substitutions or scripts.
-        Too deep a level raises `ShellControlFlowException("return")`.
-        """
+        """Context manager of one level of nested functions, substitutions or scripts; if too deep, ShellControlFlowException."""
         self.depth += 1
         try:
             if self.depth > NESTED:

@@ -106,9 +106,7 @@ class ShellScriptVariables:
         self.set_variable(name, {"0": ShellWord(text, line)})
 
     def read_number(self, name: str) -> str | None:
-        """Return the text of a shell variable or array element for an arithmetic expression.
-        Returns None if its value is unknown.
-        """
+        """Return a shell variable's or array element's text for an arithmetic expression, or None if it is unknown."""
         self.budget.spend_characters(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
         key = "0" if not index else index if name in self.associative else self.evaluate_array_index(index)
@@ -122,9 +120,7 @@ class ShellScriptVariables:
         )
 
     def evaluate_array_index(self, text: str) -> str | None:
-        """Return the key of a shell array's element, given by an arithmetic expression.
-        Returns None if its value is unknown.
-        """
+        """Return a shell array element's key, given by an arithmetic expression, or None if it is unknown."""
         number = None if MARK.search(text) else evaluate_bash_arithmetic(text, self)
         return None if number is None else str(number)
 
@@ -135,8 +131,8 @@ def get_shell_value_texts(value: VariableValue | None) -> dict[str, str] | None:
 
 
 def merge_variable_across_branches(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
-    """Merge the values that a shell variable has after several branches.
-    The script may take any of them, so the result is their common prefix, with a mark for the unknown rest.
+    """Return the common prefix of a shell variable's values after several branches, and a mark for the unknown rest.
+    The script may take any of the branches.
     """
     mark = make_unknown_placeholder("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):

@@ -238,8 +238,8 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def interpret_redirection(reader: ShellInterpreter, node: Node) -> KnownTruth:
-    """Interpret a shell command with redirected input or output, `command < file > file` or `command <<EOF`.
-    Known output to a file is recorded, not written. Return True if it succeeds, None if unknown.
+    """Interpret a shell command with redirected input or output; return whether it succeeds, or None if unknown.
+    Redirections are `command < file > file` or `command <<EOF`. Known output to a file is recorded, not written.
     """
     body, before = node.child_by_field_name("body"), reader.entered
     redirects = [child for child in node.named_children if child.type.endswith("_redirect")]

@@ -25,9 +25,7 @@ class Re2Match(Protocol):
 
 
 def search_extended_regex(pattern: str, text: str) -> bool | None:
-    """Return whether a POSIX extended regular expression matches anywhere in a text.
-    Returns None if RE2 does not support it.
-    """
+    """Return whether a POSIX extended regular expression matches in a text, or None if RE2 does not support it."""
     try:
         return _compiled(pattern, posix=True, longest=True).search(text) is not None
     except (re2.error, ValueError):
@@ -43,8 +41,7 @@ def is_regex_fullmatch(pattern: str, text: str) -> bool | None:
 
 
 def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | None:
-    """Return the length of the prefix of a text that a regular expression matches.
-    Returns -1 if it matches none, None if RE2 does not support the pattern.
+    """Return the length of a text's prefix that a regular expression matches, -1 for none, None if not supported by RE2.
 
     The shortest prefix is found if the pattern has lazy repetitions (`*?`).
     """
@@ -58,9 +55,9 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
 def replace_longest_matches(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
-    """Replace the first match of a regular expression in a text, or `every` match, each as long as possible.
-    Matches are replaced by `instead`; empty matches are not replaced. Returns None if RE2 does not support the pattern.
-    `spend` is called with the length of the result before it is created.
+    """Return a text with the first or `every` longest match of a regular expression replaced; None if RE2 lacks support.
+    Matches are replaced by `instead`; empty matches are not replaced. `spend` is called with the length of the
+    result before it is created.
     """
     try:
         compiled = _compiled(pattern, longest=True)
@@ -73,7 +70,7 @@ def replace_longest_matches(
 
 
 def replace_regex_matches(pattern: str, template: str, text: str) -> str:
-    """Replace every match of a regular expression that RE2 supports by a template with group references."""
+    """Return a text with every match of a regular expression (RE2) replaced by a template with group references."""
     result: str = _compiled(pattern).sub(template, text)
     return result
 
@@ -146,8 +143,8 @@ def matches_shell_pattern(text: str, pattern: str) -> bool | None:
 def apply_shell_parameter_expansion(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
-    """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`.
-    Others are `${NAME/pattern/text}` or `${NAME^^}`. The operand is `pieces`. Returns None if the result is unknown.
+    """Return a shell variable's text after an expansion such as `${NAME#pattern}`, or None if it is unknown.
+    Others are `${NAME/pattern/text}` or `${NAME^^}`. The operand is `pieces`.
     """
     if operator in LETTERS and not pieces:
         return None if MARK.search(text) else LETTERS[operator](text)

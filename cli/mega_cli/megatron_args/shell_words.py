@@ -72,7 +72,7 @@ def split_on_blanks(text: str) -> list[str]:
 
 
 def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str, bool]]:
-    """Return (part, flag) for the parts of a text between separators.
+    """Return (part, True if the separator before it is not a blank) for the parts of a text between separators.
     Separators in marks of unknown values are ignored. Separators at either end give empty parts.
 
     The second value is True if the separator before the part ends an empty field, as all separators except blanks do.
@@ -106,7 +106,7 @@ class CharacterBudget:
     left: int = WORK
 
     def spend_characters(self, characters: int) -> None:
-        """Subtract a number of characters from the limit before they are created.
+        """Subtract characters from the limit before they are created; a ConfigError if fewer are left.
 
         Raises:
             ConfigError: if none are left.

@@ -149,8 +149,8 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
 
 
 def simulate_sed_command(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output that the shell command `sed s/old/new/` would have for a literal `old`.
-    The standard input is `entered`; `new` may contain unknown values. Returns None if the output is unknown.
+    """Return the output of the shell command `sed s/old/new/` for a literal `old`, or None if it is unknown.
+    The standard input is `entered`; `new` may contain unknown values.
     """
     program = arguments[1:] if arguments[0] == "-e" else arguments
     command = SUBSTITUTION.fullmatch(program[0]) if len(program[0]) <= LONGEST_COMMAND else None
@@ -277,8 +277,8 @@ ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 def simulate_shell_command_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of a small shell command such as `echo`, `basename` or `sed`, without running it.
-    The standard input is `entered`. Returns None if the output is unknown.
+    """Return the output of a small shell command such as `echo` or `sed`, without running it, or None if unknown.
+    The standard input is `entered`.
     """
     command = COMMANDS.get(name)
     if command is None:

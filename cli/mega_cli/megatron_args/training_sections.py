@@ -108,9 +108,7 @@ def _copies(draft: RunYamlDraft) -> None:
 
 
 def ranks_per_model(draft: RunYamlDraft) -> int | None:
-    """Return the number of ranks that share one copy of the model by Megatron-LM flags.
-    Returns None if a parallel size is unknown.
-    """
+    """Return the number of ranks that share one copy of the model by Megatron-LM flags; None if a size is unknown."""
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
 

@@ -113,7 +113,7 @@ def translate_launch_script(
         draft.add_line_remark(line, text)
     _note_differences(draft)
     draft.note_untranslated_flags()
-    return RunYamlTranslation(draft.run, draft.collect_translation_notes, draft.origins, _launch(launch, draft))
+    return RunYamlTranslation(draft.run, draft.translation_notes, draft.origins, _launch(launch, draft))
 
 
 def _refuse_vision(launch: MegatronTrainingCommand) -> None:

@@ -119,8 +119,8 @@ class ShellWordExpander(ShellScriptVariables):
                     current = ShellWord(before.text + part, before.line if before.text else piece.line)
 
     def expand_to_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
-        """Return the expanded quoted and unquoted pieces of a shell word.
-        The word may also be the text between its double quotes. None separates words.
+        """Return the expanded quoted and unquoted pieces of a shell word; None separates the words that it becomes.
+        The word may also be the text between its double quotes.
         """
         line, source = self.line_number(node), get_node_source_text(node)
         if node.type == "raw_string":

@@ -38,7 +38,7 @@ def set_parallel_sizes(given: ForeignSettingsFile, split: ModelParallelSizes, or
 
 
 def compute_data_parallel_size(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
-    """Return the number of data-parallel ranks, or None if the number of ranks is unknown.
+    """Return the number of data-parallel ranks, None if that of ranks is unknown; a ConfigError if it is not whole.
 
     Raises:
         ConfigError: if the ranks are not a multiple of the ranks per model.

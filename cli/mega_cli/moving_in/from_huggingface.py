@@ -62,9 +62,8 @@ def read_model_parallel_sizes(given: ForeignSettingsFile) -> ModelParallelSizes:
 
 
 def read_world_size(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
-    """Return the number of ranks of a run from its settings file, or None if unknown.
-    It is `ranks` if given, else the file's `num_processes`, else the number by its data-parallel sizes. Also sets
-    `parallel.zero` of run.yaml if the file shards.
+    """Return a run's number of ranks by its settings file, None if unknown; also set `parallel.zero` if the file shards.
+    It is `ranks` if given, else the file's `num_processes`, else the number by its data-parallel sizes.
 
     Raises:
         ConfigError: if the sizes in the file are for another number of ranks.

@@ -68,7 +68,7 @@ class LrScheduleDraft:
         return found == cycles
 
     def minimum_learning_rate(self) -> float | None:
-        """Return the minimum learning rate that a cosine schedule requires; without one, leave it open, return None.
+        """Return the minimum learning rate that a cosine schedule requires; without one, leave the schedule open, return None.
         It is `min_lr_rate` times the learning rate, else `min_lr`, of `lr_scheduler_kwargs`. An open `lr_schedule` is
         for the user to fill in.
         """
@@ -159,9 +159,7 @@ CURVES: Mapping[str, Callable[[LrScheduleDraft, str], None]] = {
 def translate_hf_lr_schedule(
     given: ForeignSettingsFile, dialect: TrainingProgramDefaults, lr: float, steps: int | None
 ) -> None:
-    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler.
-    If that is not possible, it is left for the user to fill in.
-    """
+    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler, or leave it for the user to fill in."""
     found = given.take_value("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)

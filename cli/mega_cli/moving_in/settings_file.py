@@ -66,7 +66,7 @@ class ForeignSettingsFile:
         return self._values.get(key)
 
     def refuse_value(self, key: str, rule: str, hint: str = "") -> NoReturn:
-        """Reject a key of the settings file whose value cannot be translated.
+        """Raise ConfigError for a key of the settings file whose value cannot be translated.
 
         Raises:
             ConfigError: always.
@@ -74,7 +74,7 @@ class ForeignSettingsFile:
         raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
 
     def refuse_combination(self, rule: str, hint: str) -> NoReturn:
-        """Reject settings of the file that conflict.
+        """Raise ConfigError for settings of the file that conflict.
 
         Raises:
             ConfigError: always.
@@ -89,17 +89,14 @@ class ForeignSettingsFile:
         return node
 
     def take_value(self, *keys: str) -> Any:
-        """Return the value of the first of the settings file's keys that is set and not `auto`.
-        All of the keys then count as translated.
-        """
+        """Return the first set value (not `auto`) of the settings file's `keys`, else None; mark them as translated."""
         self._asked.update(keys)
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
 
     def take_integer(self, *keys: str) -> int | None:
-        """Return the whole number of the first of the settings file's keys that is set, else None.
-        The keys then count as translated.
+        """Return the first set value of the settings file's `keys` as a whole number, else None; mark them as translated.
 
         Raises:
             ConfigError: for anything else.
@@ -110,8 +107,8 @@ class ForeignSettingsFile:
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return the number of the first of the settings file's keys that is set, else None.
-        The keys then count as translated. A text such as 1e-4 in YAML is a number too.
+        """Return the first set value of the settings file's `keys` as a number, else None; mark them as translated.
+        A text such as 1e-4 in YAML is a number too.
 
         Raises:
             ConfigError: for anything else.
@@ -145,16 +142,14 @@ class ForeignSettingsFile:
         self._notes.append(FlagTranslationNote(kind, text, name or None))
 
     def add_notes_on_matching_keys(self, kind: NoteKind, text: str, patterns: str) -> None:
-        """Add a note on each untranslated key of the settings file that matches one of the glob patterns.
-        The keys then count as translated.
-        """
+        """Add a note on each untranslated key of the file that matches a glob pattern; mark these keys as translated."""
         for key in sorted(self._left):
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
                 self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
-        """Copy settings whose value stays the same into the new run.yaml.
-        `table` is {key of run.yaml: keys of the settings file, separated by blanks}.
+        """Copy settings with their values to the new run.yaml; `table` is {key of run.yaml: keys of the settings file}.
+        The keys are separated by blanks; the first that is set counts.
         """
         for key, names in table.items():
             there = [name for name in names.split() if name in self._left]

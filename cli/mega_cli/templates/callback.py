@@ -21,7 +21,7 @@ class PerplexityOptions(StrictConfig):
 
 
 class Perplexity:
-    """Callback that logs `my_extension/perplexity`."""
+    """Callback that logs exp(loss) of each step, at most `largest`, as `my_extension/perplexity`."""
 
     def __init__(self, options: PerplexityOptions) -> None:
         self.options = options

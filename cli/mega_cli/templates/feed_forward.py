@@ -45,7 +45,7 @@ class BilinearFeedForward(nn.Module):
         return out
 
 
-def declare(model: ModelConfig, options: BilinearOptions) -> BlockTraits:
+def declare_traits(model: ModelConfig, options: BilinearOptions) -> BlockTraits:
     """Return what the trainer may assume: tensor ranks divide the width, and each token stands alone."""
     return BlockTraits(heads=options.width, context_parallel=True)
 
@@ -54,5 +54,5 @@ EXTENSION = Extension(
     name="my-extension",
     version="0.1",
     api=1,
-    feed_forwards={"my_extension": Block(BilinearFeedForward, BilinearOptions, declare)},
+    feed_forwards={"my_extension": Block(BilinearFeedForward, BilinearOptions, declare_traits)},
 )

@@ -1,6 +1,6 @@
 """Kernel `my_extension`: RMSNorm. Change it to yours, such as a call of a Triton kernel in a `torch.autograd.Function`.
 
-docs/extensions.md has the operations and their arguments. `compute` is differentiable; calls that `supports` refuses are
+docs/extensions.md has the operations and their arguments. `rms_norm` is differentiable; calls that `supports` refuses are
 computed by mega.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from mega_trainer.extend import Extension, Kernel
 
 
-def compute(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool) -> Tensor:
     """Return the RMSNorm of x [.., D]."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
@@ -22,5 +22,5 @@ def supports(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool) -> b
 
 
 EXTENSION = Extension(
-    name="my-extension", version="0.1", api=1, kernels={"my_extension": Kernel("rms_norm", compute, supports)}
+    name="my-extension", version="0.1", api=1, kernels={"my_extension": Kernel("rms_norm", rms_norm, supports)}
 )

@@ -56,7 +56,7 @@ class TemperatureAttention(nn.Module):
         return out
 
 
-def declare(model: ModelConfig, options: TemperatureOptions) -> BlockTraits:
+def declare_traits(model: ModelConfig, options: TemperatureOptions) -> BlockTraits:
     """Return what the trainer may assume: tensor ranks divide the heads, context parallelism works, and the FLOPs."""
     heads, size = model.num_attention_heads, model.query_key_head_dim
     return BlockTraits(heads=heads, context_parallel=True, flops_per_key=2 * heads * 2 * size)
@@ -66,5 +66,5 @@ EXTENSION = Extension(
     name="my-extension",
     version="0.1",
     api=1,
-    mixers={"my_extension": Block(TemperatureAttention, TemperatureOptions, declare)},
+    mixers={"my_extension": Block(TemperatureAttention, TemperatureOptions, declare_traits)},
 )

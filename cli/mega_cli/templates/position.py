@@ -18,8 +18,8 @@ class RotationOptions(StrictConfig):
     longest: float = Field(1000.0, gt=1, description="longest wavelength in tokens, divided by 2 pi")
 
 
-def encode(x: Tensor, positions: Tensor, *, options: RotationOptions) -> Tensor:
-    """Rotate queries or keys x [B, S, H, d] by their positions [B or 1, S]; each token and head stands alone."""
+def rotate(x: Tensor, positions: Tensor, *, options: RotationOptions) -> Tensor:
+    """Return queries or keys x [B, S, H, d], rotated by their positions [B or 1, S]; each token and head stands alone."""
     first, second = x.chunk(2, -1)
     pairs = first.shape[-1]
     speeds = options.longest ** (-torch.arange(pairs, device=x.device, dtype=x.dtype) / pairs)
@@ -29,5 +29,5 @@ def encode(x: Tensor, positions: Tensor, *, options: RotationOptions) -> Tensor:
 
 
 EXTENSION = Extension(
-    name="my-extension", version="0.1", api=1, positions={"my_extension": PositionFunction(encode, RotationOptions)}
+    name="my-extension", version="0.1", api=1, positions={"my_extension": PositionFunction(rotate, RotationOptions)}
 )

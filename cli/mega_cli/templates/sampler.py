@@ -16,12 +16,12 @@ from mega_trainer.extend import Extension, Sampler, StrictConfig
 
 
 class PairOptions(StrictConfig):
-    """Settings of `--sampler-option` and of `sampler_options` in a request."""
+    """Settings of the sampler (`--sampler-option`, or `sampler_options` of a request): the penalty of repeated pairs."""
 
     penalty: float = Field(2.0, ge=0, description="subtracted from the scores of tokens that make a pair again")
 
 
-def adjust(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, options: PairOptions) -> Tensor:
+def penalize_pairs(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, options: PairOptions) -> Tensor:
     """Return next-token scores [V], lowered for tokens that would repeat a pair of adjacent tokens of the text.
     A score of -inf would exclude a token.
     """
@@ -33,5 +33,5 @@ def adjust(scores: Tensor, prompt: Sequence[int], generated: Sequence[int], *, o
 
 
 EXTENSION = Extension(
-    name="my-extension", version="0.1", api=1, samplers={"my_extension": Sampler(adjust, PairOptions)}
+    name="my-extension", version="0.1", api=1, samplers={"my_extension": Sampler(penalize_pairs, PairOptions)}
 )

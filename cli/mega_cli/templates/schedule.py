@@ -16,12 +16,12 @@ class RootOptions(StrictConfig):
     power: float = Field(0.5, gt=0)
 
 
-def share(done: float, *, options: RootOptions) -> float:
+def compute_decay_share(done: float, *, options: RootOptions) -> float:
     """Return the share of the decay from `lr` to `lr_schedule.min_lr` that remains when a share `done` has passed."""
     remaining: float = 1 - done**options.power
     return remaining
 
 
 EXTENSION = Extension(
-    name="my-extension", version="0.1", api=1, schedules={"my_extension": Schedule(share, RootOptions)}
+    name="my-extension", version="0.1", api=1, schedules={"my_extension": Schedule(compute_decay_share, RootOptions)}
 )

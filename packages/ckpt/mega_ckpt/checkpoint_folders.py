@@ -54,8 +54,8 @@ class CheckpointCommitter(Protocol):
         """Remove a complete checkpoint below the root folder."""
 
     def remove_leftovers(self) -> Sequence[Location]:
-        """Remove unfinished saves and half-deleted checkpoints of killed runs.
-        Returns their paths. Call it only while nothing is being saved.
+        """Remove unfinished saves and half-deleted checkpoints of killed runs, and return their paths.
+        Call it only while nothing is being saved.
         """
 
 
@@ -129,7 +129,7 @@ class RenameCommitter:
         self.discard_save(trash)
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove unfinished saves and half-deleted checkpoints of killed runs.
+        """Remove unfinished saves and half-deleted checkpoints of killed runs, and return their paths.
         A replaced checkpoint without a successor gets its name back.
         """
         complete = set(self.list_candidates())
@@ -300,7 +300,7 @@ def list_checkpoints(root: Location) -> list[Location]:
 
 
 def latest_checkpoint(root: Location) -> Location | None:
-    """Return the complete checkpoint of the highest step below `root`, or None if there is none.
+    """Return the checkpoint of the highest step below `root`, None if there is none; a CheckpointError if it is damaged.
 
     Raises:
         CheckpointError: when the latest one cannot be read or is damaged, on a file system also without a manifest. An older
@@ -325,10 +325,9 @@ def latest_checkpoint(root: Location) -> Location | None:
 def delete_old_checkpoints(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
-    """Delete old checkpoints below `root` and return their paths.
+    """Delete all checkpoints below `root` but the newest `keep`, multiples of `keep_every` and step `best`; return their paths.
 
-    The newest `keep` (at least one; None keeps all), each whose step is a multiple of `keep_every`, and the one of step
-    `best` are kept. Call it on one rank.
+    At least one is kept, and with `keep` = None all. Call it on one rank.
     """
     if keep is None:
         return []
@@ -352,8 +351,8 @@ def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
 
 @convert_os_errors_to_checkpoint_errors()
 def delete_checkpoints_after_step(root: Location, step: int) -> list[Location]:
-    """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back.
-    Returns their paths. Call it on one rank.
+    """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back, and return their paths.
+    Call it on one rank.
     """
     deleted = [path for path in get_checkpoint_committer(root).list_candidates() if parse_checkpoint_step(path) > step]
     for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
@@ -363,7 +362,7 @@ def delete_checkpoints_after_step(root: Location, step: int) -> list[Location]:
 
 @convert_os_errors_to_checkpoint_errors()
 def remove_leftovers(root: Location) -> Sequence[Location]:
-    """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`.
+    """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`, and return their paths.
     Call it on one rank at start, while nothing is being saved.
     """
     return get_checkpoint_committer(root).remove_leftovers()

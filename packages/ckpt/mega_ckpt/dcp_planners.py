@@ -110,8 +110,8 @@ class TensorSliceSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the slices of all ranks tile each tensor, then let DCP assign the writes to ranks.
-        Raises CheckpointError for gaps, overlaps, and dtypes or shapes that differ among ranks.
+        """Let DCP assign the writes to ranks; CheckpointError unless the slices of all ranks tile each tensor exactly.
+        Raises CheckpointError for dtypes or shapes that differ among ranks, too.
         """
         boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
         kinds: dict[str, tuple[torch.dtype, TensorShape]] = {}

@@ -61,7 +61,7 @@ def copy_checkpoint_without_training_state(source: str | Location, destination: 
 def average_checkpoints(
     sources: Sequence[str | Location], destination: str | Location, *, weights: Sequence[float] | None = None
 ) -> None:
-    """Write the weighted mean of the weights of several checkpoints of one model.
+    """Write the weighted mean of the weights of several checkpoints of one model to the new folder `destination`.
 
     The result is `destination`, a new mega checkpoint of step 0. Each tensor is summed in fp32, or in fp64 if a source
     has it in fp64, and written in the dtype of the first source (arXiv:2203.05482). Assets and buffers come from the
@@ -142,9 +142,8 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 
 @contextlib.contextmanager
 def create_new_checkpoint_folder(destination: str | Location) -> Iterator[Location]:
-    """Context manager that yields a temporary folder to fill with a new checkpoint.
-    The folder is renamed to `destination` on success and removed on error. Raises CheckpointError if `destination`
-    exists already.
+    """Context manager that yields a temporary folder, renamed to `destination` on success and removed on error.
+    Raises CheckpointError if `destination` exists already.
     """
     location = parse_location(destination)
     if isinstance(location, RemotePath):

@@ -87,15 +87,15 @@ class ExtendedVocabularySource(DerivedWeightSource):
 
 
 def extend_vocabulary_to_size(base: WeightSource, size: int) -> WeightSource:
-    """Return a source of weights with its vocabulary extended to `size` tokens.
+    """Return `base` with its vocabulary extended to at least `size` tokens, whose new rows are the mean of the old ones.
     It is `base` itself if `base` has as many already.
     """
     return base if base.model.vocab_size >= size else ExtendedVocabularySource(base, size)
 
 
 def add_tokens(base: WeightSource, tokens: Sequence[str], size: int | None = None) -> ExtendedVocabularySource:
-    """Add tokens to a model: to its tokenizer and as rows of the embedding and the output layer.
-    Returns a source of weights like `base`. The new `tokens` are matched verbatim in text.
+    """Return the weights of `base` with `tokens` added to its tokenizer and as rows of its embedding and output layer.
+    The new `tokens` are matched verbatim in text.
 
     They get the ids after those of the tokenizer; `size` is the size of the new vocabulary, by default the smallest.
 

@@ -31,9 +31,9 @@ def is_hf_or_gguf_model(path: Location) -> bool:
     return described or (isinstance(path, Path) and (is_gguf_file(path) or any(path.glob(f"*{SUFFIX}"))))
 
 
-def inspect_foreign(path: Location) -> CheckpointSummary:
-    """Summarize a HuggingFace folder or a GGUF file.
-    The summary has model, family, quantization, and tensors with their dtypes after dequantization.
+def inspect_hf_or_gguf_model(path: Location) -> CheckpointSummary:
+    """Return the summary of a HuggingFace or LitGPT folder or a GGUF file, with its tensors' dtypes after dequantization.
+    The summary also has model, formats of files and quantization.
 
     Raises:
         CheckpointError: when it cannot be used.

@@ -123,7 +123,7 @@ class SavedAdapter:
 
 
 def find_ema_weight_names(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of the weights that have an exponential moving average in the checkpoint.
+    """Return the names of the weights with an exponential moving average in the checkpoint; a CheckpointError if none.
 
     Raises:
         CheckpointError: when there are none.
@@ -167,7 +167,7 @@ def check_adapter_modules(
 def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject a training run whose LoRA settings would drop a tensor of its initial adapter or change its scale.
+    """Raise CheckpointError if a run's LoRA settings would drop a tensor of its initial adapter or change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.
@@ -280,9 +280,7 @@ def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> T
 
 
 def fingerprint_base_model(path: str, source: WeightSource) -> dict[str, str]:
-    """Return the identity of a LoRA adapter's base model.
-    It has the model's `path`, and a `digest` of the names, shapes, dtypes and first elements of its tensors.
-    """
+    """Return a LoRA base model's `path`, and a `digest` of the names, shapes, dtypes and first elements of its tensors."""
     where, digest = parse_location(path), xxhash.xxh3_128()
     for name in source.tensor_names():
         offset, shape = next(split_slice_by_elements(source.tensor_shape(name), SAMPLE))

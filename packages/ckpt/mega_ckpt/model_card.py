@@ -36,9 +36,7 @@ _SHAPE = (
 def build_model_cards(
     checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]
 ) -> dict[str, bytes]:
-    """Return {file name: Markdown text} of the model card and the data card for an exported checkpoint of a run.
-
-    The result is empty for a checkpoint without run settings.
+    """Return {file name: Markdown} of the model card and data card of an exported checkpoint; empty without run settings.
 
     Args:
         checkpoint: the checkpoint that is exported.

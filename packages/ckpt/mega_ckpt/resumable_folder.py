@@ -64,8 +64,7 @@ def hash_file(path: Path) -> ManifestFileEntry:
 
 
 class WriteJournal(Protocol):
-    """Interface of a record of the finished files in a folder that is being filled.
-    With it, an interrupted call can resume.
+    """Interface of a record of the finished files in a folder, with which an interrupted call resumes.
 
     Attributes:
         folder: the folder.

@@ -124,9 +124,9 @@ def write_shards(
     max_bytes: int,
     once: RunOnce = write_without_journal,
 ) -> Iterator[tuple[list[tuple[UnwrittenTensorChunk, TensorChunk]], ManifestFileEntry]]:
-    """Write tensor slices to shard files of about `max_bytes` at most.
-    The files are `<prefix>-000.safetensors`, ...; `resolve` returns the content of a slice. Yields, per file, its
-    slices with their chunks, and its length and checksum.
+    """Write tensor slices to files of at most about `max_bytes` while iterated; yield each file's slices, chunks and entry.
+    The files are `<prefix>-000.safetensors`, ...; `resolve` returns the content of a slice; an entry is the
+    length and checksum of a file.
 
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
@@ -162,9 +162,7 @@ def _write_shard(
 
 
 def group_chunks_by_file(slabs: Sequence[UnwrittenTensorChunk], max_bytes: int) -> Iterator[list[UnwrittenTensorChunk]]:
-    """Split a sequence of tensor slices into groups that are written to one new file each.
-    A group has as many slices in order as fit in `max_bytes`, and at least one.
-    """
+    """Yield groups of consecutive tensor slices, one per new file: as many as fit in `max_bytes`, at least one."""
     group: list[UnwrittenTensorChunk] = []
     size = 0
     for slab in slabs:

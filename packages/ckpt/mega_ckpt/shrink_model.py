@@ -60,7 +60,7 @@ class KeptModelParts:
 
 
 def check_shrinkable(model: ModelConfig) -> None:
-    """Reject a model that `shrink_model` does not support.
+    """Raise ConfigError for a model that `shrink_model` does not support: anything but a dense decoder.
     Examples are models with experts, recurrent layers or a vision encoder.
 
     Raises:

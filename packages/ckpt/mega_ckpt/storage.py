@@ -245,7 +245,7 @@ def _is_visible(name: str) -> bool:
 
 
 def regular_file_size(folder: Path, name: str) -> int:
-    """Return the length in bytes of the regular file `name` inside `folder`.
+    """Return the length in bytes of the regular file `name` inside `folder`; a CheckpointError for links and special files.
     Links, pipes and so on are rejected, also as parent folders.
 
     Raises:

@@ -212,8 +212,8 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStallTime:
-        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background.
-        The call waits for the previous save, and returns the time spent. Afterwards `tensors` and `state` may change.
+        """Save all ranks' tensor slices to `<root>/step-<step>` in the background, after the previous save; return stall times.
+        The call itself waits for the previous save. Afterwards `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the previous save failed. The new one is not started then.

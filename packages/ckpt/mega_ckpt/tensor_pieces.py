@@ -82,9 +82,7 @@ class ShardedTensor:
 
 
 def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for local tensors and their positions in global tensors.
-    Each local tensor has rectangles at positions in global tensors. The results are views of the local tensors.
-    """
+    """Return {global name: ShardedTensor} for local tensors and their positions in global ones; results are views."""
     out: dict[str, ShardedTensor] = {}
     for tensor, pieces in tensors:
         for piece in pieces:
@@ -210,9 +208,7 @@ def compute_slice_overlap(
 
 
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
-    """Copy the overlap of two slices of one global tensor from `source` to `destination`.
-    Returns the number of elements copied.
-    """
+    """Copy the overlap of two slices of one global tensor from `source` to `destination`; return the number of elements."""
     overlap = compute_slice_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
     if overlap is None:
         return 0

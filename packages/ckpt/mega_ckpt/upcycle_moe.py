@@ -40,8 +40,8 @@ def upcycle_to_moe(
     aux_loss: float = 0.01,
     seed: int = 1234,
 ) -> None:
-    """Convert a dense model to a mixture of experts (MoE), whose experts start from its MLPs.
-    The dense model is at `source`. The result is written to `destination`, a mega checkpoint of step 0.
+    """Write to `destination` a mixture of experts (MoE) whose experts start from the MLPs of the dense model at `source`.
+    The result is a mega checkpoint of step 0.
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint) or a HuggingFace folder.

@@ -65,10 +65,8 @@ class VerifyReport:
 
 
 def verify_checkpoint(folder: Location, *, finite: bool = False) -> VerifyReport:
-    """Read every byte of a mega checkpoint and compare it with the manifest's checksums.
-    With `finite`, NaN and infinities are looked for, too.
-
-    All damaged files are reported.
+    """Return a report on every byte of a mega checkpoint against the manifest's checksums; damaged files raise nothing.
+    With `finite`, NaN and infinities are looked for, too, in an undamaged checkpoint.
 
     Raises:
         CheckpointError: when the manifest is missing or damaged, so that no file can be verified.

@@ -104,9 +104,8 @@ class DerivedWeightSource:
 
 
 def choose_cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to `dtype`.
-    Integers are not cast, nor is a router's selection bias, whose updates are small and which published folders have in
-    fp32.
+    """Return the dtype that a cast to `dtype` gives a tensor: for None, integers and a router's selection bias, its own.
+    Updates of the selection bias are small, and published folders have it in fp32.
     """
     stored = source.tensor_dtype(name)
     fixed = not stored.is_floating_point or name.endswith("e_score_correction_bias")
@@ -173,10 +172,7 @@ class ConvertedTrainingState:
 def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON trainer state of a mega checkpoint for a training run of `model`.
-
-    The run has consumed `samples` samples and made `updates` optimizer updates.
-    """
+    """Return the JSON trainer state for a run of `model` that consumed `samples` and made `updates` optimizer updates."""
     return {
         "consumed_samples": samples,
         "optimizer_steps": updates,

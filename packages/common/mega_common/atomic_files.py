@@ -92,9 +92,7 @@ def fsync_directory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Context manager that sets the file name of an OSError that has none, and raises it again.
-    The file name is `path`, as for writes to an open file on a full disk.
-    """
+    """Context manager that gives an OSError without a file name the name `path`, as for writes to an open file."""
     try:
         yield
     except Exception as error:
@@ -105,7 +103,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Context manager that holds an exclusive lock on the file `<folder>/.lock`, and yields its file descriptor.
+    """Context manager that locks `<folder>/.lock` exclusively and yields its file descriptor; an error if it is locked.
 
     Raises:
         ConfigError: naming the process that has the lock.
@@ -118,8 +116,8 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
 
 @contextlib.contextmanager
 def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) -> Iterator[int]:
-    """Context manager that holds an exclusive flock on a file and yields its file descriptor.
-    The file `path` names this process as the holder. Raises `make_error(holder)` if another process has the lock.
+    """Context manager that holds an exclusive flock on a file and yields its descriptor; raises `make_error(holder)` if taken.
+    The file `path` names this process as the holder.
 
     A child that inherits the descriptor keeps the lock; the system releases it when the last process ends. On NFS it
     works across machines. On a file system without locks, a warning is logged and the block runs.

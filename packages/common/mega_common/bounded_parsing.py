@@ -71,10 +71,9 @@ class BoundedYamlLoader(yaml.SafeLoader):
 
 
 class StrictYamlLoader(BoundedYamlLoader):
-    """Strict YAML loader, which raises an error for duplicate keys instead of using the last.
+    """Bounded YAML loader with the YAML 1.2 core schema (`no` is text, `3e-4` a number) that rejects duplicate keys.
 
-    Plain words are resolved by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
-    are text.
+    `12:30:00` and `2026-01-31` are text as well.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -129,7 +128,7 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
-    """Return the value of a YAML document, read by the core schema of YAML 1.2 by default.
+    """Return the value of a YAML document, read by YAML 1.2's core schema by default; ConfigError if it is not valid.
     The document is `text`; another schema is read by another `loader`. Error messages name `source`.
 
     Raises:
@@ -267,7 +266,7 @@ def refuse_lfs_pointer(path: Any, error_type: type[MegaError], head: bytes | Non
 
 
 def parse_json_text(text: str | bytes) -> Any:
-    """Return the value of a JSON document.
+    """Return the value of a JSON document; `ValueError` also for a key with two different values and for deep nesting.
 
     Raises:
         ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
@@ -276,7 +275,7 @@ def parse_json_text(text: str | bytes) -> Any:
     if (text if isinstance(text, bytes) else text[: len(GIT_LFS_POINTER)].encode()).startswith(GIT_LFS_POINTER):
         raise ValueError("it is a Git LFS pointer; git lfs pull fetches the file itself")
     try:
-        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
+        return json.loads(text, object_pairs_hook=reject_conflicting_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -287,12 +286,8 @@ def describe_json_type(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
 
-def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`.
-
-    Raises:
-        ValueError: if a key has two different values.
-    """
+def reject_conflicting_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict, for `object_pairs_hook`; ValueError if a key has two different values."""
     members = dict(pairs)
     if len(members) != len(pairs):
         for key, value in pairs:

@@ -69,7 +69,7 @@ class ExtensionBlock(ExtensionSection):
 
     @property
     def declaration(self) -> BlockDeclaration:
-        """Declaration of the block.
+        """Declaration of the block; a `ConfigError` if its extension was not loaded.
 
         Raises:
             ConfigError: if its extension was not loaded.

@@ -47,7 +47,7 @@ def find_installed_extensions() -> dict[str, EntryPoint]:
 
 @contextmanager
 def name_extension_in_errors(title: str, package: str, hint: str = "correct the extension") -> Iterator[None]:
-    """Convert errors of an extension's code to a `ConfigError` with its `title`, and file and line.
+    """Context manager that converts exceptions except `MegaError`s to a `ConfigError` with `title` and the extension's line.
     That is the last line of its file or `package` in the traceback, else the innermost line; a syntax error has the place in its
     message.
     """
@@ -62,10 +62,7 @@ def name_extension_in_errors(title: str, package: str, hint: str = "correct the 
 
 
 def find_extension_line(error: BaseException, package: str = "") -> str:
-    """Return the innermost line of an extension's code in an error's traceback, such as `(mine.py, line 2)`.
-
-    It is "" without one.
-    """
+    """Return the innermost line of an extension's code in a traceback, such as `(mine.py, line 2)`; "" without one."""
     return _format_lines(
         [
             (frame, line)
@@ -129,11 +126,9 @@ def _check_entries(reference: str, extension: Extension) -> None:
 
 
 def check_call(where: str, function: Any, names: str) -> None:
-    """Check that a function of an extension accepts the arguments `names`, such as `x, *, options`.
-    Built-in functions, whose parameters Python does not know, are not checked.
-
-    Raises:
-        ConfigError: if it does not; `where` is the name of the function in the extension.
+    """Raise ConfigError unless an extension's function accepts the arguments `names`, such as `x, *, options`.
+    Built-in functions, whose parameters Python does not know, are not checked. `where` is the name of the function in
+    the extension.
     """
     positional, _, keywords = names.partition("*, ")
     name = "__init__" if isinstance(function, type) else getattr(function, "__name__", "function")

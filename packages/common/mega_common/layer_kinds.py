@@ -178,10 +178,9 @@ class Mamba1Config(StrictConfig):
 
 
 class HybridConfig(StrictConfig):
-    """Configuration of hybrid mixers: attention and Mamba-2 side by side, as in Falcon-H1 (arXiv:2507.22448).
+    """Factors on inputs, outputs and projections of mixers with attention beside Mamba-2, as in Falcon-H1 (arXiv:2507.22448).
 
-    Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`; these
-    are factors on their inputs, outputs and projections.
+    Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`.
     """
 
     attention_input: PositiveFloat = 1.0
@@ -411,8 +410,8 @@ MOST_LAYERS = 10_000  # layers of a model
 
 @dataclass(frozen=True)
 class HybridLayerPattern:
-    """Layers, pipeline stages and multi-token prediction (MTP) depths of a hybrid model.
-    They are parsed from `hybrid_layer_pattern` of Megatron-LM, which has one letter per layer.
+    """Parsed `hybrid_layer_pattern` of Megatron-LM: letters of layers, sizes of pipeline stages, and letters of MTP depths.
+    The pattern has one letter per layer.
 
     Attributes:
         letters: letters of all layers.
@@ -447,7 +446,7 @@ class HybridLayerPattern:
 
     @property
     def layer_kind_names(self) -> list[str]:
-        """Names of the kinds of all layers, such as `mamba` or `attention+mlp`.
+        """Names of the kinds of all layers, such as `mamba` or `attention+mlp`, MTP depths last.
         Each multi-token prediction (MTP) depth counts as one layer with a mixer and a feed-forward block, as in
         DeepSeek-V3.
         """
@@ -485,8 +484,8 @@ def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
 
 
 def distribute_layer_kinds(layers: int, attention: float, mlp: float) -> str:
-    """Return one Megatron letter per layer for given shares of attention and MLP layers.
-    The shares `attention` (*) and `mlp` (-) of `layers` layers are evenly spaced, all others Mamba-2 (M).
+    """Return one Megatron letter per layer, with evenly spaced attention (*) and MLP (-) layers in given shares (0 to 1).
+    All other layers are Mamba-2 (M).
     """
     chosen = round(layers * attention)
     letters = _replace_evenly("M" * layers, "*", (layers - chosen) / (chosen + 1))

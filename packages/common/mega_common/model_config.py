@@ -508,8 +508,8 @@ class ModelConfig(StrictConfig):
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual between pipeline stages.
-        It is the model's, or that of all streams of hyper-connections or AltUp, or with the output of experts that the next layer adds.
+        """Elements per token sent between pipeline stages: `hidden_size` times the residual streams (2 with MoE shortcuts).
+        The streams are those of hyper-connections or AltUp; with shortcuts the second is the output of experts that the next layer adds.
         """
         several = self.hyper_connections or self.altup
         return self.hidden_size * (several.streams if several else 1 + self.has_shortcuts)
@@ -654,7 +654,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def key_value_sources(self) -> list[int]:
-        """Layers whose keys and values later layers share: the last one of each window before these."""
+        """Indices of the layers whose keys and values the last `shared_kv_layers` layers reuse: the last one of each window."""
         every, own = range(self.num_layers), range(self.num_layers - self.shared_kv_layers)
         windows = {self.get_attention_window(layer) for layer in filter(self.shares_keys, every)}
         last = {self.get_attention_window(layer): layer for layer in own}

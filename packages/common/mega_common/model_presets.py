@@ -288,7 +288,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def load_model_preset(name: str) -> dict[str, Any]:
-    """Return the fields of a preset model architecture.
+    """Return a copy of the `ModelConfig` fields of the preset `name`; a `ConfigError` for an unknown name.
     The caller may change them and then parse them as a `ModelConfig`.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def list_given_settings(model: ModelConfig, *names: str) -> str:
-    """Return those of some settings that a model has, as a list for a message: "mla and encoder"."""
+    """Return the names of those of `names` that are set in `model`, joined for a message, such as "mla and encoder"."""
     found = [name for name in names if getattr(model, name)]
     return " and ".join(filter(None, (", ".join(found[:-1]), *found[-1:])))
 

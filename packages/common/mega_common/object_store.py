@@ -25,9 +25,7 @@ READ_AHEAD = 1 << 23  # bytes of one request
 
 
 class ObjectVersion(NamedTuple):
-    """Version of an object in an object store.
-    It has the size in bytes, and the ETag or modification time, empty if the store reports neither.
-    """
+    """Version of an object in an object store: size in bytes, and ETag or modification time ("" if the store reports neither)."""
 
     size: int
     state: str
@@ -117,9 +115,7 @@ class RemotePath(str):
         return {name: int(entry["size"]) for name, entry in self._list_entries_below().items()}
 
     def list_object_versions(self) -> dict[str, str]:
-        """Return the versions of all objects below this path, by name.
-        The result is {name relative to this path: text with size and ETag or modification time}.
-        """
+        """Return {name relative to this path: text with size and ETag or modification time} of all objects below this path."""
         return {
             name: f"{entry['size']} bytes {_get_entry_state(entry)}"
             for name, entry in self._list_entries_below().items()
@@ -159,9 +155,7 @@ class RemotePath(str):
             files.put_file(str(file), path, callback=callback)
 
     def open_multipart_upload(self) -> IO[bytes]:
-        """Open this object for writing in parts.
-        Closing the stream makes the object appear, discarding the stream does not.
-        """
+        """Open this object for writing in parts; closing the stream makes it appear, discarding the stream does not."""
         with self._connect(writing=True) as (files, path):
             return files.open(path, "wb")  # type: ignore[no-any-return]
 
@@ -230,7 +224,7 @@ def _get_entry_state(entry: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def convert_object_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
-    """Context manager that converts exceptions of an object store's client to an ObjectStoreError.
+    """Context manager that converts a store client's exceptions to ObjectStoreError; a missing object stays FileNotFoundError.
     The client's exceptions share no base class. The error is one sentence that names `path`.
 
     A missing object remains a FileNotFoundError, except while `writing`.

@@ -69,10 +69,6 @@ _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of t
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "chat": "conversations",
     "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
 }  # fmt: skip
-_KEY_SYNONYMS = {  # keys of other trainers, and the key of run.yaml of that meaning
-    "max_steps": "steps", "learning_rate": "lr", "num_train_epochs": "epochs", "num_generations": "group_size",
-    "loss_type": "kind", "max_length": "seq_length", "max_seq_length": "seq_length", "num_layer": "num_layers",
-}  # fmt: skip
 MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_OPTIONS, MAX_SUGGESTED_DEPTH = 3, 4, 8, 2
 
 
@@ -98,17 +94,18 @@ class StrictConfig(BaseModel):
         }
         return {key: value for key, value in raw.items() if value is not None or key not in lists}
 
+    @classmethod
+    def load_foreign_keys(cls) -> Mapping[str, str]:
+        """Return the fix for each key of other programs' settings: a setting of the same meaning, or a sentence."""
+        return {}
+
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between fields, with key paths relative to this section; sections override it."""
         return iter(())
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate a raw mapping and build the configuration of this class.
-
-        Raises:
-            ConfigError: with every problem, one per line.
-        """
+        """Return the configuration that a raw mapping gives; ConfigError with every problem, one per line."""
         problems = list(_find_foreign_file(cls, raw)) or list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
@@ -123,12 +120,15 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
 
 def _find_foreign_file(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield one problem if a file has several keys and none of them is known: it is a file of another kind."""
-    known = _list_known_keys(cls, [])
-    if len(raw) >= MIN_FOREIGN_KEYS and not any(difflib.get_close_matches(str(key), known) for key in raw):
+    known, fixes = _list_known_keys(cls, []), cls.load_foreign_keys()
+    own = (key for key in map(str, raw) if key not in fixes and difflib.get_close_matches(key, known))
+    if len(raw) >= MIN_FOREIGN_KEYS and not any(own):
         expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
         found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
         rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
-        yield ConfigProblem("", rule, hint="give a file of the required kind")
+        translated = "translate another trainer's file with mega train --from-hf-args FILE or --from-deepspeed FILE"
+        foreign = any(key in fixes for key in raw)
+        yield ConfigProblem("", rule, hint=translated if foreign else "give a file of the required kind")
 
 
 def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
@@ -147,7 +147,7 @@ def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Ite
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
-    yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
+    yield from _merge_by_path(problem for detail in details for problem in _find_field_problems(cls, raw, detail))
     extra = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     yield from _rules_of_valid_parts(cls, _remove_keys(raw, extra), "")
 
@@ -238,29 +238,77 @@ def _section_type(annotation: object) -> type[StrictConfig] | None:
     return next((found for inner in get_args(annotation) if (found := _section_type(inner))), None)
 
 
-def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapping[str, Any]) -> ConfigProblem:
+def _find_field_problems(
+    cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Yield the problem of one error of pydantic; for an unknown section with keys of other programs, one for each key."""
     location = [str(part) for part in _document_location(raw, detail["loc"])]
-    if detail["type"] == "missing":
-        return ConfigProblem(".".join([*location, str(detail["loc"][-1])]), "is required")
     path, value = ".".join(location), detail.get("input")
-    if detail["type"] == "extra_forbidden":
-        known = _list_known_keys(cls, location[:-1])
-        wanted = _KEY_SYNONYMS.get(location[-1].strip(), location[-1].strip())
-        if wanted in known:
-            return ConfigProblem(path, "unknown key", hint=f"did you mean {wanted!r}?")
-        if joined := re.fullmatch(r"(\w+):(\S+)", wanted):
-            return ConfigProblem(path, "unknown key", hint=f"write a space after the colon: {joined[1]}: {joined[2]}")
-        parted = [name for name in known if set(wanted.split("_")) < set(name.split("_"))]
-        near = [repr(name) for name in parted[:2] or difflib.get_close_matches(wanted, known, n=1)]
-        near += sorted(_find_key_paths(cls, wanted))[:2]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return ConfigProblem(path, "unknown key", hint=hint)
+    if detail["type"] == "missing":
+        yield ConfigProblem(".".join([*location, str(detail["loc"][-1])]), "is required")
+    elif detail["type"] != "extra_forbidden":
+        yield _describe_field_problem(cls, location, detail)
+    else:
+        hints = {".".join(key): suggest_other_key(cls, key, item) for key, item in _list_leaves(location, value)}
+        if not any(hints.values()):
+            hints = {path: _find_foreign_key_fix(cls, location, value) or _suggest_known_key(cls, location)}
+        for key, hint in hints.items():
+            yield ConfigProblem(key, "unknown key", hint=hint or "remove it; no setting has this name")
+
+
+def _list_leaves(location: list[str], value: object) -> Iterator[tuple[list[str], object]]:
+    """Yield the path and value of each setting in an unknown section; nothing for a value that is no section."""
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        path = [*location, str(key)]
+        yield from _list_leaves(path, item) if isinstance(item, Mapping) else [(path, item)]
+
+
+def _find_foreign_key_fix(cls: type[StrictConfig], location: Sequence[str], value: object) -> str:
+    """Return the fix for a key of another program's settings: `set train.steps=5 instead`; empty if it is not known."""
+    fixes = cls.load_foreign_keys()
+    names = [part.strip().lower().replace("-", "_") for part in location if not part.isdigit()]
+    paths = (".".join(names[start:]) for start in range(len(names)))
+    fix = next((fixes[path] for path in paths if path in fixes), "")
+    if fix and (value is None or (value is False and " " in fix)):
+        return "remove it"
+    if not fix or " " in fix:
+        return fix
+    shown = "" if isinstance(value, Mapping) else f"={value if isinstance(value, str) else format_setting_value(value)}"
+    return f"set {fix}{shown} instead"
+
+
+def suggest_other_key(cls: type[StrictConfig], location: Sequence[str], value: object) -> str:
+    """Return the fix for a key of another program or of another section of the configuration `cls`, else an empty text."""
+    paths = list(_find_key_paths(cls, location[-1].replace("-", "_")))
+    moved = f"did you mean {paths[0]}?" if len(paths) == 1 else ""
+    return _find_foreign_key_fix(cls, location, value) or moved
+
+
+def _suggest_known_key(cls: type[StrictConfig], location: Sequence[str]) -> str:
+    """Return the hint for an unknown key: the nearest known keys, or else all known keys of its section."""
+    known, wanted = _list_known_keys(cls, location[:-1]), location[-1].strip()
+    if joined := re.fullmatch(r"(\w+):(\S+)", wanted):
+        return f"write a space after the colon: {joined[1]}: {joined[2]}"
+    parted = [name for name in known if set(wanted.split("_")) < set(name.split("_"))]
+    near = [repr(name) for name in parted[:2] or difflib.get_close_matches(wanted, known, n=1)]
+    near += sorted(_find_key_paths(cls, wanted))[:2]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    foreign = difflib.get_close_matches(wanted, cls.load_foreign_keys(), n=1, cutoff=0.85)
+    fix = _find_foreign_key_fix(cls, foreign, {}) if foreign else ""
+    return fix or f"known keys: {', '.join(sorted(known))}"
+
+
+def _describe_field_problem(cls: type[StrictConfig], location: list[str], detail: Mapping[str, Any]) -> ConfigProblem:
+    """Return the problem of a value that its setting does not accept."""
+    path, value = ".".join(location), detail.get("input")
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
         meant = find_near_option(value, re.findall(r"'([^']*)'", rule))
         hint = f"did you mean {meant!r}?" if meant else ""
     elif rule.startswith("must be a section"):
-        hint = _suggest_section_key(_find_section(cls, location), path, value)
+        fix = _find_foreign_key_fix(cls, location, value)
+        hint = fix or _suggest_section_key(_find_section(cls, location), path, value)
     elif rule == "must be a list":
         field = _find_section(cls, location[:-1]).model_fields.get(location[-1])
         default = field.get_default(call_default_factory=True) if field and not field.is_required() else None
@@ -341,7 +389,7 @@ def _find_section(cls: type[StrictConfig], location: Sequence[str]) -> type[Stri
 
 
 def load_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose top level must be a mapping.
+    """Return the mapping in a YAML file; ConfigError if the file is missing or not a mapping.
 
     Raises:
         ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.

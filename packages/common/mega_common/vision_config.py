@@ -101,6 +101,11 @@ class VisionConfig(StrictConfig):
     bidirectional_windows: bool = Field(
         False, description="bidirectional only in decoder layers with a sliding window, as in Gemma 4"
     )
+    bidirectional_prompt: bool = Field(
+        False,
+        description="bidirectional among all tokens of a text with images up to the first one whose next token counts in "
+        "the loss, as in PaliGemma",
+    )
     pinpoints: Annotated[tuple[Resolution, ...], Field(min_length=1)] | None = Field(
         None,
         description="heights and widths in pixels; an image is resized to the best one and cut into tiles of image_size, "
@@ -145,9 +150,7 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts.
-        The processors of Gemma 3 and Qwen write it so.
-        """
+        """Return `image` between `begin` and `end`, with two newlines before and after unless images have native resolution."""
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
@@ -162,10 +165,7 @@ class VisionConfig(StrictConfig):
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """Sizes of images at native resolution, in pixels; None without native resolution.
-        They are the side of the square of an image that one vision feature stands for, and the minimum and maximum
-        number of pixels of an image.
-        """
+        """(side in pixels of one feature's square, minimum and maximum pixels of an image); None without native resolution."""
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
 
@@ -180,9 +180,7 @@ class VisionConfig(StrictConfig):
         return self.native.deepstack if self.native else ()
 
     def count_image_features(self, height: int, width: int) -> int:
-        """Return the number of projector outputs for an image or tile of `height` x `width` pixels.
-        With a module, sizes are in features.
-        """
+        """Return the number of projector outputs for an image or tile of `height` x `width` pixels (features with a module)."""
         if self.native is None and self.module is None:
             return self.features_per_tile
         high, wide = self.get_feature_grid(height, width)
@@ -195,7 +193,7 @@ class VisionConfig(StrictConfig):
         return sum(self.count_image_features(*shape[1:]) for shape in shapes)
 
     def get_feature_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return (rows, columns) of the feature grid of an image of `height` x `width` pixels at native resolution."""
+        """Return (rows, columns) of an image's feature grid from its size in pixels (native resolution) or features (module)."""
         if self.module is not None:
             return height, width
         side = self.patch_size * (self.native.merge if self.native else 1)
@@ -242,9 +240,9 @@ class VisionConfig(StrictConfig):
             yield ConfigProblem("feature_layer", rule, self.feature_layer, "feature_layer: -1")
         if self.feature_class and not self.class_token:
             yield ConfigProblem("feature_class", "requires class_token", True, "feature_class: false")
-        if self.bidirectional_windows and not self.bidirectional:
-            hint = "bidirectional: true, or bidirectional_windows: false"
-            yield ConfigProblem("bidirectional_windows", "requires bidirectional", True, hint)
+        for name in ("bidirectional_windows", "bidirectional_prompt"):
+            if getattr(self, name) and not self.bidirectional:
+                yield ConfigProblem(name, "requires bidirectional", True, f"bidirectional: true, or {name}: false")
         if self.image_size // self.patch_size % self.pool:
             side = self.image_size // self.patch_size
             hint = f"pool: {find_largest_divisor(side, self.pool)}"

@@ -213,7 +213,7 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
 
 
 def assign_samples_to_ranks(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Assign the samples of a step to data-parallel ranks, equally many each and with about equal work.
+    """Return the sample indices of each data-parallel rank [ranks, n / ranks], equally many with about equal work.
 
     If all samples have equal work, they are assigned by number. Otherwise the largest come first, each to the rank with
     the least work so far that has fewer than its share (Graham 1969). So the n-th samples of the ranks, which wait for

@@ -107,8 +107,8 @@ class BlendedDataset:
         )
 
     def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
-        """Return the position in each streamed data set after the first `k` samples of the blend.
-        The result is {path: position of its next sample}, as `data.streamed` of a resumed run has it.
+        """Return {path of a streamed data set: its position (JSON values) after the first `k` samples of the blend}.
+        `data.streamed` of a resumed run has it.
         """
         counts = self.count_samples_by_path(k)
         return {
@@ -141,8 +141,8 @@ def build_blended_datasets(
     vision: VisionConfig | None = None,
     added_kinds: Mapping[str, DatasetFactory] | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
-    """Return the train, valid and test sets of a run, by `config.split` or separate data sets.
-    The valid and the test set may be None. `eod` is the end-of-document token.
+    """Return the train, valid and test sets of a run; valid or test is None if the run reads no samples of it.
+    `eod` is the end-of-document token.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -277,7 +277,7 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set by a run.
+    """Planned usage of a data set by one split of a run: its documents and tokens, and the samples and epochs read.
     The run reads `samples` of one split (train, valid or test), equal to `epochs` passes over the tokens that belong to
     the split.
     For streamed data, documents and tokens count the first block, and `epochs` is NaN.

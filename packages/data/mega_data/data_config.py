@@ -61,7 +61,7 @@ class SpanCorruption:
         return self.tokens - self.hidden + self.count + 1
 
     def draw_spans(self, random: np.random.RandomState) -> list[Ints]:
-        """Draw the token positions of each masked span of a text.
+        """Return the token positions of each masked span of a text, drawn from `random`.
         Unmasked text and spans alternate, text first, all partitions equally likely.
         """
         hidden, text = (
@@ -324,8 +324,8 @@ class DataConfig(StrictConfig):
 
     @property
     def split_shares(self) -> list[float]:
-        """Shares of train, valid and test from the key `split`.
-        They are 0 for a split that has separate data sets, and for valid and test of streamed data.
+        """Shares of train, valid and test from the key `split`; 0 for a split that has data sets of its own.
+        Valid and test of streamed data have 0 as well.
         """
         separate = (False, self.stream or self.valid is not None, self.stream or self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, separate, strict=True)]

@@ -171,7 +171,7 @@ def _are_token_ids(values: Sequence[Any]) -> bool:
 
 
 def find_recorded_tokenizer(record: bytes, extensions: Sequence[str], source: str) -> Path:
-    """Return the path of the tokenizer that an `extension_tokenizer.json` names, from extensions that may be loaded.
+    """Return the tokenizer path that an `extension_tokenizer.json` names; an error if its extension is missing or changed.
 
     Args:
         record: content of the file.

@@ -60,7 +60,7 @@ class RawDataConfig(StrictConfig):
     workers: PositiveInt | None = Field(None, description="encoding threads; default: the usable cores")
 
     def find_kind_problems(self, kinds: Iterable[str], *, prompts: bool = False) -> Iterator[ConfigProblem]:
-        """Yield settings that no dataset kind in `kinds`, those of raw data, uses; `prompts`: there are prompts as well."""
+        """Yield a problem for each changed setting that no dataset kind in `kinds`, those of the run's raw data, uses."""
         kinds, default = set(kinds), RawDataConfig()
         for key in sorted(RawDataConfig.model_fields):
             users = KINDS_OF_SETTING.get(key, ())

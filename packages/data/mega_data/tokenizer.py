@@ -41,8 +41,7 @@ LEADS = ("", "\n")
 
 
 class TextPiece(NamedTuple):
-    """Segment of a long text that is encoded by itself.
-    `exact`: the cut after it changes no token; `last`: no segment follows.
+    """Segment of a long text to encode by itself; `exact` if the cut after it changes no token, `last` if none follows.
 
     It is encoded with `lead` before it, whose tokens are removed.
     """
@@ -121,18 +120,14 @@ class Tokenizer:
         self.fingerprint = compute_file_sha256(self.path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of one text.
-        `add_special_tokens` adds the special tokens of the tokenizer's template, such as [CLS] and [SEP].
-        """
+        """Return the token ids of one text; `add_special_tokens` adds those of the tokenizer's template, such as [CLS]."""
         if self.plain is not None:
             return self.plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
-        """Return the token ids of each text, as arrays of `dtype`.
-        The special tokens of the tokenizer's template are not included.
-        """
+        """Return the token ids of each text, without the special tokens of the tokenizer's template, as arrays of `dtype`."""
         native = np.dtype(dtype).newbyteorder("=")
         if self.plain is not None:
             lists = self.plain.encode_batch(texts)
@@ -147,7 +142,7 @@ class Tokenizer:
         return text
 
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
-        """Split a long text into segments that encode to the tokens of the whole text, or are not `exact`.
+        """Yield the segments of a long text, which encode to the tokens of the whole text except at cuts that are not `exact`.
 
         The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
         hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call. Segments
@@ -278,8 +273,8 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, and return it.
-    It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
+    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, write it to `folder`, and return it.
+    The files are `tokenizer.json` and `tokenizer_config.json`.
 
     Token 0 is `<|endoftext|>`, followed by the 256 bytes, so every text can be encoded. transformers loads the folder.
 

@@ -34,10 +34,7 @@ UNMATCHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
 
 
 class ConvertedTokenizer(NamedTuple):
-    """Result of a tokenizer conversion.
-    It has the converted tokenizer, the encoder of the original format's library for comparison, and the end token named
-    by the file.
-    """
+    """Converted tokenizer, the original library's encoder for comparison, and the file's end token, or None."""
 
     backend: Backend
     reference: Callable[[str], Sequence[int]]
@@ -53,8 +50,8 @@ def convert_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Tokenizer:
-    """Convert a SentencePiece, tiktoken or tekken file to a tokenizer.json, if both encode `texts` to equal tokens.
-    It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
+    """Convert a SentencePiece, tiktoken or tekken file to `folder/tokenizer.json`; DataError if `texts` encode differently.
+    `tokenizer_config.json` is written as well.
 
     A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before
     encoding, and `special_tokens`, which get the next ids; the first one is the end-of-text token.

@@ -136,9 +136,7 @@ def compute_dataset_score(
 
 
 def compute_window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Losses:
-    """Yield the loss and the number of predicted tokens of each window of a token data set.
-    The loss is the sum of the window's token losses in nats.
-    """
+    """Yield the summed loss in nats and the number of predicted tokens of each window of a token data set."""
     for start in range(0, len(windows), batch_size):
         samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
         yield from zip(_batch_losses(model, samples), (int(s.loss_weights.sum()) for s in samples), strict=True)

@@ -91,7 +91,7 @@ class ModelDrafter:
 def make_drafter(
     draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
 ) -> Drafter | Literal["mtp"] | None:
-    """Return the source of draft tokens for speculative decoding that `draft` names, or None for no drafts.
+    """Return the drafter that `draft` names (None: the default of the device): an object, `mtp`, or None for no drafts.
 
     `draft` names the source: the result is the string `mtp`, since the engine builds that one itself, or a draft model
     in an engine of its own with `cache_tokens` and `batch_size`.

@@ -208,7 +208,7 @@ def _batch_losses(model: Decoder, samples: Sequence[T5Sample]) -> list[tuple[flo
 
 
 def pad_sequences(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return token sequences padded on the right, int64 [n, longest], and their lengths, int64 [n]."""
+    """Return token sequences padded with 0 on the right, int64 [n, longest], and their lengths, int64 [n]."""
     lengths = np.array([len(row) for row in rows])
     out = np.zeros((len(rows), lengths.max()), np.int64)
     for own, row in zip(out, rows, strict=True):

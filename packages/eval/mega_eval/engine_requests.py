@@ -17,7 +17,7 @@ from mega_eval.model_loading import check_sequence_length
 from mega_eval.paged_cache import EncoderMemory
 from mega_eval.sampling import Sampling, TokenChoice, choose_tokens
 from mega_eval.text_stream import Continuation, FinishCause, GenerationLimits
-from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.batch_images import BatchImages, check_bidirectional_prompt
 from mega_trainer.distributed.device import to_device
 
 SHORT_DRAFT = 2  # tokens; a CPU verifies them in little more time than it computes one
@@ -74,6 +74,14 @@ class EngineRequest:
             raise DataError(f"the model has no adapter {self.adapter!r}")
         if config.encoder and self.prompt_logprobs:
             raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
+        if config.vision and config.vision.bidirectional_prompt and self.prompt_logprobs and self.images:
+            raise DataError(
+                "log-probabilities of a prompt with images are not supported with a model whose prompts have bidirectional "
+                "attention (vision.bidirectional_prompt)",
+                hint="leave out the log-probabilities of the prompt",
+            )
+        if self.images:
+            check_bidirectional_prompt(config, len(tokens) - self.drawn)
         size, new = len(tokens), self.limits.max_new_tokens
         what = f"{size} tokens and {new} new ones"
         if config.encoder:
@@ -156,8 +164,8 @@ class AdaptiveDraftLength:
     _left: int = 0
 
     def next_draft_length(self) -> int:
-        """Return the number of tokens to draft in this step of speculative decoding.
-        It is 0 during a pause after rejected drafts; call it once per step.
+        """Advance to the next step and return its number of draft tokens, 0 during a pause after rejected drafts.
+        Call it once per step of speculative decoding.
         """
         self._left = max(0, self._left - 1)
         return 0 if self._left else self._count
@@ -235,8 +243,8 @@ class RequestState:
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
 
     def list_token_choices(self) -> list[TokenChoice | Literal["later"] | None]:
-        """Return how to choose the next token, and the token after each draft token if that is accepted.
-        None is greedy; a grammar constrains tokens after draft tokens only once these are accepted (`later`).
+        """Return the choices of the next token and the one after each draft token: None is greedy, `later` waits for a grammar.
+        A grammar constrains tokens after draft tokens only once these are accepted.
         """
         request, new, grammar = self.request, self.text.tokens, self.grammar
         if request.sampling.is_greedy and grammar is None:

@@ -113,7 +113,7 @@ def _generate_text(
 
 @contextmanager
 def record_activations(model: Decoder) -> Iterator[StepRecord]:
-    """Yield a record that has, after the `with` block, a model's activations for the tokens of one sequence.
+    """Context manager whose record has, after the block, a model's activations for the tokens of one sequence.
 
     These are the outputs of its mixers, feed-forward blocks and layers, by name; the forward passes in the block may
     compute the tokens in chunks, in order.

@@ -81,7 +81,7 @@ def compile_grammar(grammar: str, tokenizer: Any) -> Any:
 
 
 def check_grammar(grammar: str, tokenizer_json: str, ends: Collection[int]) -> None:
-    """Compile a grammar and generate `STEPS` tokens with it, as a trial.
+    """Raise DataError if a grammar cannot be compiled, or fails while `STEPS` tokens are generated with it as a trial.
     It runs in a process whose time the caller limits; `ends` are the ids of tokens that may end a text.
 
     Raises:

@@ -42,7 +42,7 @@ class GrammarMatcher:
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
 
     def accept_token(self, token: int) -> bool:
-        """Advance the grammar state by the generated `token`; return True if the grammar allows nothing after it.
+        """Advance the grammar by the generated `token` (DataError if not allowed); return True if nothing may follow it.
 
         Raises:
             DataError: when the grammar does not allow the token, or has become too complex.
@@ -92,7 +92,7 @@ class GrammarCache:
                 self._matchers.popitem(last=False)
 
     def get_grammar_matcher(self, grammar: str, ends: Collection[int]) -> GrammarMatcher:
-        """Return a matcher of `grammar` for the generation of one text; `ends` are the tokens that may end it.
+        """Return a new matcher of `grammar`, compiled unless it is cached; `ends` are the tokens that may end the text.
 
         Args:
             grammar: JSON schema (starting with a brace) or Lark grammar.

@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int | None:
-        """Id of the token that precedes a text without context."""
+        """Id of the token that precedes a text without context; None if the tokenizer has no begin or end token."""
         return self.text.prefix_token_id
 
     @property
@@ -246,7 +246,7 @@ class HarnessTaskOptions:
 
 
 def load_harness_task_manager(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
-    """Return an index of lm-evaluation-harness tasks that contains the named ones.
+    """Return an index of lm-evaluation-harness tasks that contains the named ones; a ConfigError if one is unknown.
     `names` are tasks or groups of the harness, patterns such as `mmlu_*`, or YAML files.
 
     Raises:

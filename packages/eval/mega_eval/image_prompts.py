@@ -113,6 +113,9 @@ def _assemble_module_prompt(
             hint=f"write {placeholder} where an image belongs",
         )
     _warn_of_animations(pictures)
+    if special and texts and vision.bidirectional_prompt and vision.module is not None:
+        # as PaliGemma's processor writes a prompt
+        parts[-1], special = f"{vision.module.tokens.get('bos_token', '')}{parts[-1]}\n", False
     whole = parts[0] + "".join(one.text + part for one, part in zip(texts, parts[1:], strict=True))
     tokens = np.array(tokenizer.encode(whole, add_special_tokens=special), np.int64)
     rows = np.where(tokens == vision.image_token, np.cumsum(tokens == vision.image_token) - 1, -1)
@@ -152,9 +155,11 @@ def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
 
 
 def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
-    """Return the position ranges of images whose tokens attend to each other in both directions.
-    `tokens` are the prompt's; the list is empty for models without this attention.
+    """Return the position ranges of images, or of the whole prompt, whose tokens attend to each other in both directions.
+    `tokens` are those of a prompt with images; the list is empty for models without this attention.
     """
+    if vision.bidirectional_prompt:
+        return [range(len(tokens))]
     is_image = np.array([tokens]) == vision.image_token
     return [block for _, block in find_image_blocks(is_image)] if vision.bidirectional else []
 

@@ -138,7 +138,8 @@ class InferenceEngine:
             None if request.grammar is None else self.grammars.get_grammar_matcher(request.grammar, request.limits.ends)
         )
         vision = self._model.config.vision
-        blocks = [] if vision is None or request.images is None else find_image_ranges(request.prompt, vision)
+        given = request.prompt[: len(request.prompt) - request.drawn]
+        blocks = [] if vision is None or request.images is None else find_image_ranges(given, vision)
         self._waiting.append(RequestState(self._number, request, text, self._initial_tokens(request), grammar, blocks))
         self._number += 1
         return self._number - 1
@@ -173,7 +174,7 @@ class InferenceEngine:
         self._layers = build_cpu_layer_function(self._model)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove the LoRA adapter `name` from the engine; it must not be in use.
+        """Remove the LoRA adapter `name` from the engine; a DataError while a request uses it.
 
         Raises:
             DataError: when a request uses it.
@@ -184,7 +185,7 @@ class InferenceEngine:
         remove_lora_adapter(self._model, name, self._adapters)
 
     def step(self, *, isolate: bool = False) -> list[GenerationEvent]:
-        """Run one forward pass over the scheduled requests and return the events with their new text.
+        """Run one forward pass over the scheduled requests; return events with new text, and with `isolate` with errors.
         The list is empty when the engine is idle or only computes prompts.
 
         Args:

@@ -59,14 +59,14 @@ class JudgedPrompt:
     plain: str | None = None
 
     def format_question(self) -> list[dict[str, str]]:
-        """Return the conversation as the judge reads it."""
+        """Return the prompt's messages {role, content} for the judge; a prompt without messages is one user message."""
         if self.plain is not None:
             return [{"role": "user", "content": self.plain}]
         return [{"role": str(one["role"]), "content": str(one["content"])} for one in self.messages]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the prompt, by which result files are compared."""
+        """SHA-256 of the prompt and its correct answer, by which result files are compared."""
         return hashlib.sha256(json.dumps([self.format_question(), self.reference]).encode()).hexdigest()
 
 
@@ -122,7 +122,7 @@ class JudgeClient:
     key: str | None = None
 
     def get_judge_model_name(self) -> str:
-        """Return the name of the judge model, as its server lists it.
+        """Return the name of the judge model: the configured one, or the first that its server lists.
 
         Raises:
             ConfigError, TrainingError: when the server has no model or does not answer.

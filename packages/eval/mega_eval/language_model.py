@@ -59,6 +59,7 @@ class LanguageModel:
         draft: source of draft tokens (speculative decoding), which does not change the text.
         adapters: LoRA adapters kept separate from the weights; each engine request may select one.
         samplers: samplers of extensions, by name.
+        extensions: extensions that may have the family of the folder.
     """
 
     path: str | Location
@@ -69,6 +70,7 @@ class LanguageModel:
     draft: DraftSource | None = None
     adapters: PerRowAdapterSelection | None = None
     samplers: Mapping[str, Sampler] = field(default_factory=dict)
+    extensions: Sequence[str] = ()
 
     @classmethod
     def load(
@@ -115,7 +117,9 @@ class LanguageModel:
         dtype, where = PRECISIONS[precision], select_device(device)
         own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter, extensions)
         named: dict[str | None, DraftSource | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
-        source = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
+        source = named[draft] if draft in named else load_inference_model(
+            str(draft), dtype=dtype, device=where, extensions=extensions
+        )  # fmt: skip
         lora_adapters = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
         kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
         model = load_inference_model(
@@ -128,7 +132,7 @@ class LanguageModel:
         ends = find_end_tokens(path, own_tokenizer, extensions)
         settings = load_sampling_settings(path, extensions)
         samplers = load_extensions(extensions).entries("samplers")
-        return cls(path, model, own_tokenizer, ends, settings, source, selection, samplers)
+        return cls(path, model, own_tokenizer, ends, settings, source, selection, samplers, extensions)
 
     def sampling(self, **settings: Any) -> Sampling:
         """Return a `Sampling` with the given settings and the model's defaults for others.
@@ -197,7 +201,7 @@ class LanguageModel:
     @cached_property
     def _template(self) -> ChatTemplate:
         """Chat template of the model."""
-        return load_chat_template(self.path)
+        return load_chat_template(self.path, extensions=self.extensions)
 
     def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
         """Return the log-likelihood of each text, given its context.

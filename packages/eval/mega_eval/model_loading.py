@@ -215,9 +215,7 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
 
 
 def classify_model(model: ModelConfig) -> ModelKind:
-    """Return the kind of a model by its configuration.
-    It is a decoder, encoder, encoder-decoder, retrieval or reward model, or a model with a task head.
-    """
+    """Return the kind of a model: decoder, encoder, encoder-decoder, retrieval, reward model or task head."""
     if model.score:
         return "reward model"
     if model.task_head:

@@ -149,7 +149,7 @@ class ModelReplicas:
     def generate_completions(
         self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
     ) -> list[Completion]:
-        """Return a continuation of each prompt, which is cut to its last `longest` tokens.
+        """Return a continuation of each prompt, of which only the last `longest` tokens are used.
         It is called on rank 0 while the other ranks run `repeat_rank_zero_calls`.
 
         Raises:
@@ -230,8 +230,8 @@ class BroadcastingEngine(InferenceEngine):
         self._calls: EngineCalls = []
 
     def add_request(self, request: EngineRequest) -> int:
-        """Add a request to this engine and queue the call for the other ranks.
-        They repeat it before the next step. Return the request's number.
+        """Add a request to this engine, queue the call for the other ranks, and return the request's number.
+        They repeat it before the next step.
         """
         number = super().add_request(request)
         self._calls.append(partial(InferenceEngine.add_request, request=request))

@@ -90,7 +90,7 @@ class PageAllocator:
             self._page_of_hash[page_hash], self._hash_of_page[page] = page, page_hash
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Release a request's KV cache pages.
+        """Release KV cache pages that a request used; those that no other request uses become free.
         The last of the `pages` are reused first, since later pages are useless without earlier ones.
         """
         for page in reversed(pages):
@@ -128,7 +128,7 @@ class PageAllocator:
 def hash_full_pages(
     tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None, page_size: int = PAGE
 ) -> list[bytes]:
-    """Return the hashes of the full KV cache pages of a request's tokens.
+    """Return the hashes of the full KV cache pages of a request's tokens; each covers all tokens up to the page's end.
     The request begins with `tokens`; `known` are hashes of its first pages computed before, `adapter` is the name of its
     LoRA adapter, and a page has `page_size` tokens.
 
@@ -178,8 +178,8 @@ class RequestTokenSpan:
         return count
 
     def attention_segments(self, window: int | None) -> Iterator[tuple[range, bool]]:
-        """Yield position ranges of the row's new tokens, cut at image boundaries.
-        Each has a flag that is True for an image with bidirectional attention in a layer with this sliding window or none.
+        """Yield (positions of new tokens, flag), cut at images; the flag is True for an image with bidirectional attention.
+        `window` is the layer's sliding window or None.
         """
         position = self.total - self.new_token_count
         for block in () if self.images_in_windows and window is None else self.image_ranges:

@@ -61,7 +61,7 @@ class PairedComparison:
 
 
 def compare_task_results(first: Path, second: Path) -> list[PairedComparison]:
-    """Compare two result files of `mega eval --tasks` on every task and metric.
+    """Return the comparison of two result files of `mega eval --tasks` for every task and metric that both contain.
     The comparison is over the samples that both files contain.
 
     Raises:

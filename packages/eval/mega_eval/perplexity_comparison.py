@@ -55,7 +55,7 @@ def compare_perplexity(one: str | Location, other: str | Location, data: Path) -
 
 
 def encode_text_file(model: str | Location, path: Path, purpose: str) -> npt.NDArray[np.int64]:
-    """Return the token ids [S >= 2] of a text file by a model's tokenizer; `purpose` is named if there are fewer.
+    """Return the token ids of a text file by a model's tokenizer; a DataError, naming `purpose`, if there are under two.
 
     Raises:
         CheckpointError: when the model has no tokenizer.

@@ -102,7 +102,7 @@ def _add_head_norms(add: Callable[[str, Tensor], None], name: str, size: int, x:
 
 @contextmanager
 def capture_module_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Iterator[None]:
-    """Context manager that calls `callback` with the input of `module` on every forward."""
+    """Context manager that calls `callback` with the first input of `module` on every forward."""
     handle = module.register_forward_pre_hook(lambda _, inputs: callback(inputs[0]))
     try:
         yield

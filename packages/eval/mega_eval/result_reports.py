@@ -53,7 +53,7 @@ def write_results_csv(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def check_picture_file(path: Path) -> None:
-    """Check that a picture can be drawn, before the results are computed.
+    """Raise an error if a picture's file name has no known suffix, or matplotlib, which draws it, is not installed.
 
     Raises:
         ConfigError: when the name of the file does not end with a known format.
@@ -73,7 +73,7 @@ def check_picture_file(path: Path) -> None:
 
 
 def plot_task_results(path: Path, results: Mapping[str, Any], title: str) -> None:
-    """Draw the metrics of results as a table, with bars and lines for their standard errors.
+    """Draw the metrics of results to the picture file `path`: a table, with bars and lines for their standard errors.
     Values between 0 and 1 have a bar, unless lower is better.
     """
     from matplotlib.figure import Figure

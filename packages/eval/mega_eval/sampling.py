@@ -109,7 +109,7 @@ class Sampling(StrictConfig):
     _bound_sampler: BoundSampler | None = PrivateAttr(None)
 
     def bind_token_sampler(self, samplers: Mapping[str, Sampler]) -> Sampling:
-        """Return the settings of token sampling with the function of an extension that their `sampler` names.
+        """Return a copy of these settings with the extension's function that `sampler` names; themselves if it names none.
 
         Raises:
             ConfigError: when `sampler` is none of `samplers`, or does not accept the options.
@@ -129,7 +129,7 @@ class Sampling(StrictConfig):
 
     @property
     def bound_sampler(self) -> BoundSampler | None:
-        """Sampler that `bind_token_sampler` has bound, or None if the settings name none.
+        """Sampler bound by `bind_token_sampler`, None if the settings name none; a ConfigError if the named one is not bound.
 
         Raises:
             ConfigError: when the settings name a sampler, and `bind_token_sampler` was not called.
@@ -179,7 +179,8 @@ class TokenChoice:
 
 
 def choose_tokens(logits: Tensor, choices: Sequence[TokenChoice | Literal["later"] | None]) -> list[int]:
-    """Return the next token for each row of logits [M, V], all chosen at once; the host waits for the device once.
+    """Return the next token of each row of logits [M, V], or a negative code: NaN, no possible token, choice `later`.
+    All are chosen at once; the host waits for the device once.
 
     Args:
         logits: scores of the next token.
@@ -201,7 +202,7 @@ def choose_tokens(logits: Tensor, choices: Sequence[TokenChoice | Literal["later
 
 
 def check_chosen_tokens(chosen: Sequence[int], dtype: torch.dtype) -> None:
-    """Check that `choose_tokens` chose tokens, from logits in `dtype`.
+    """Raise CheckpointError if `choose_tokens` found NaN in logits of `dtype`, DataError if the only row has no token.
 
     Raises:
         CheckpointError: when a row of logits has NaN.

@@ -33,7 +33,7 @@ ContextContinuation = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Score:
-    """Log-likelihood of a continuation given its context, token by token.
+    """Log-probability of each token of a continuation given its context, and the flag that all are the most likely ones.
 
     Attributes:
         logprobs: natural logarithm of each token's probability, given all tokens before it.

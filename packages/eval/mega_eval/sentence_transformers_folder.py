@@ -71,8 +71,7 @@ class SentenceTransformersSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the prompt text that a sentence-transformers folder has under a name, or its default prompt.
-        It is the default if `name` is None, and empty without a default.
+        """Return the prompt text called `name`, or if None the default one ("" without); a ConfigError for an unknown name.
 
         Raises:
             ConfigError: for a name that the folder does not have.

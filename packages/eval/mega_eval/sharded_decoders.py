@@ -71,7 +71,7 @@ class PipelineDecoder(Decoder):
             for layer in own:
                 x = self.add_deepstack(next(layers)(x, context), context, layer)
             if behind != pp.rank:
-                dist.send(self.fit_stream(x).contiguous(), pp.ranks[behind], group=pp.process_group)
+                dist.send(self.resize_stream_width(x).contiguous(), pp.ranks[behind], group=pp.process_group)
         return x
 
     def compute_logits(self, x: Tensor) -> Tensor:

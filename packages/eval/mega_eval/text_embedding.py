@@ -87,8 +87,8 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embedding of each text, fp32 [N, P].
-        `prompt` is put in front of each, and a text without tokens gets zeros.
+        """Return the embedding of each text, fp32 [N, P]; zeros for a text without tokens.
+        `prompt` is put in front of each.
         """
         return self.embed_token_ids(
             self.encode_texts(texts, prompt), prompt=prompt, batch_tokens=batch_tokens, advance=advance
@@ -102,7 +102,7 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embedding of each text, fp32 [N, P], from its token ids.
+        """Return the embedding of each text, fp32 [N, P], from its token ids; zeros for a text without tokens.
         The token ids are returned by `encode_texts` for the same `prompt`.
         """
         rows = [row for row, text in enumerate(tokens) if text]
@@ -181,7 +181,7 @@ def compute_embeddings(
     batch_tokens: int = BATCH_TOKENS,
     advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return the embedding of each text of token ids, fp32 [N, P], in the given order.
+    """Return the embedding of each text of token ids, fp32 [N, P], in order; longer texts are cut to `max_length`.
     An embedding does not depend on the other texts.
 
     Args:

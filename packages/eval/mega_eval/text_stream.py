@@ -100,9 +100,7 @@ class Continuation:
         self._held = ""  # end of the text so far that may be the start of a stop string
 
     def append_token(self, token: int) -> str:
-        """Append the next token id to the continuation and return the text that became final.
-        Text that may begin a stop string is kept back.
-        """
+        """Append the next token id and return the text that became final; a possible start of a stop string is kept back."""
         self.tokens.append(token)
         stops = token in self.limits.stop_tokens and len(self.tokens) > self.limits.min_new_tokens
         if token in self.limits.ends:

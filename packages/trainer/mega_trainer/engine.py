@@ -104,7 +104,7 @@ class TrainingEngine:
     # ------------------------------------------------------------------------------------------------------- computing
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, routes: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the log-probability that the model gives to each token of each sequence but the first.
+        """Return the log-probability, without gradient, that the model gives to each token of each sequence but the first.
         Each probability is conditional on the tokens before it.
 
         Args:
@@ -276,7 +276,8 @@ class TrainingEngine:
         source = RankShareWeightSource(
             self.config.model, self._state.stages, self._groups.world, self.device, self._assets
         )
-        return stream_weight_buckets(source, bucket_bytes, family=family, dtype=dtype)
+        families = self.config.registry.families
+        return stream_weight_buckets(source, bucket_bytes, family=family, dtype=dtype, families=families)
 
     def load_weights(self, path: str | Path) -> None:
         """Load weights into the model from a checkpoint or a folder of another format.
@@ -289,7 +290,8 @@ class TrainingEngine:
             CheckpointError: when the weights are of another model, or cannot be read.
         """
         foreign = self.config.model.transformers is not None
-        opened = open_weight_source(path, implementation="transformers" if foreign else "mega")
+        families = self.config.registry.families
+        opened = open_weight_source(path, implementation="transformers" if foreign else "mega", families=families)
         source = opened if foreign else extend_vocabulary_to_size(opened, self.config.model.vocab_size)
         load_stage_weights(source, self._state.stages)
         self._assets = source.asset_files()

@@ -16,7 +16,7 @@ from config_problems import check_form, follow_hint, list_problems
 
 import mega_trainer.config
 from mega_common.errors import ConfigError, MegaError
-from mega_common.strict_config import ConfigProblem, apply_config_overrides
+from mega_common.strict_config import ConfigProblem, apply_config_overrides, load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 BASE: dict[str, Any] = {
@@ -377,3 +377,17 @@ def test_an_odd_value_of_any_key_is_accepted_or_a_problem() -> None:
 def test_blocks_of_extensions_must_be_a_section(kind: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"model.{kind}"):
         RunConfig.parse(resolve_run_config({**BASE, "model": {**BASE["model"], kind: value}}))
+
+
+def test_the_fix_for_each_key_of_another_trainer_names_real_settings() -> None:
+    fixes = RunConfig.load_foreign_keys()
+    table = load_yaml_mapping(Path(mega_trainer.config.__file__).with_name("foreign_keys.yaml"))
+    assert sum(len(keys.split()) for keys in table.values()) == len(fixes) > 300
+    schema = RunConfig.model_json_schema()
+    known = {"model.preset", "model.from", *iterate_key_paths(schema, schema["$defs"])}
+    for key, fix in fixes.items():
+        assert key == key.lower().replace("-", "_")
+        assert key not in known - {"fp16", "fp8", "lora"}, f"{key} is a setting of run.yaml"
+        named = re.findall(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b|\b[a-z_]+(?==)", fix) if " " in fix else [fix]
+        assert named or fix.startswith("remove it") or "--from-deepspeed" in fix, fix
+        assert {*named} <= known, fix

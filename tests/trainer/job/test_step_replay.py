@@ -13,7 +13,8 @@ import yaml
 
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_cli.main import main
-from mega_trainer.job.step_replay import compare_replayed_steps, diff_setting_values
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.job.step_replay import compare_replayed_steps, diff_setting_values, make_replay_run
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -84,6 +85,15 @@ def test_a_checkpoint_is_reproduced_and_what_differs_is_told_first(
     assert command("--reproduce", str(last)) == 2
     assert "is of the last step, 5" in capsys.readouterr().err
     assert command("run.yaml", "--reproduce", str(second)) == 2
+
+
+def test_a_replay_sends_nothing_to_the_trackers_of_the_run(settings: Settings, tmp_path: Path) -> None:
+    trackers = {"wandb": "a", "mlflow": "b", "trackio": "c", "prometheus_port": 9000, "tensorboard": True}
+    config = RunConfig.parse(settings(log=trackers))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    replayed, _ = make_replay_run(config, 1)
+    assert not any(getattr(replayed.log, name) for name in trackers)
 
 
 def test_numbers_are_compared_in_all_their_bits() -> None:

@@ -26,8 +26,10 @@ from mega_ckpt.store import latest_checkpoint
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.job.training_guard import StopSignalHandler
 from mega_trainer.launch import local_ranks as ranks_module
 from mega_trainer.launch.local_ranks import (
+    _interpret_exit_codes,
     join_process_group,
     rank_from_environment,
     run_local_ranks,
@@ -170,8 +172,18 @@ def test_a_killed_rank_is_named_and_ends_the_job(long_run: tuple[subprocess.Pope
     assert "internal error" not in told
     assert "torch/distributed" not in told
     recorded = (output / "errors.jsonl").read_text()
-    assert f'"error": "rank 1 on {socket.gethostname()} ended with signal 9"' in recorded
+    assert f'"error": "rank 1 on {socket.gethostname()} ended with signal 9 (SIGKILL)"' in recorded
     assert "lost the connection to other ranks" in recorded
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS])
+def test_a_rank_that_a_signal_killed_is_named_though_another_announced_an_error(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    stop = StopSignalHandler(lambda _: None)
+    with pytest.raises(TrainingError, match=rf"^rank 1 on .* ended with signal {number.value} \({number.name}\)"):
+        _interpret_exit_codes({2: 1, 1: -number, 0: 1, 3: -signal.SIGTERM}, stop, tmp_path, announced=0)
+    assert _interpret_exit_codes({0: 1, 1: -signal.SIGTERM}, stop, tmp_path, announced=0) == 1
 
 
 @pytest.mark.long

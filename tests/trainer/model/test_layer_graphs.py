@@ -19,7 +19,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.cuda_graph_rules import list_graphed_layers
 from mega_trainer.model import layer_graphs
 from mega_trainer.run import build_components
-from mega_trainer.verify.case_comparison import largest_error
+from mega_trainer.verify.case_comparison import compute_largest_tensor_error
 from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer, get_rank_and_world, make_case_process_groups
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -97,7 +97,7 @@ def both(one: LayoutCase) -> tuple[list[float], int]:
     with twins() as made:
         graphed: CaseOutcome = CaseTrainer.build(replace(one, sections=GRAPHS), rank, groups).run(one.steps)
     numbers = zip(graphed.losses + graphed.norms, plain.losses + plain.norms, strict=True)
-    weights = largest_error(*(outcome.tensors_by_kind()["weights"] for outcome in (graphed, plain)))
+    weights = compute_largest_tensor_error(*(outcome.tensors_by_kind()["weights"] for outcome in (graphed, plain)))
     return [weights, *(abs(a - b) for a, b in numbers)], sum(twin.replays for twin in made)
 
 

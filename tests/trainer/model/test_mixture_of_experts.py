@@ -128,7 +128,7 @@ def test_a_layer_far_from_experts_takes_the_stream_of_a_pipeline_stage() -> None
     x, context = torch.randn(1, 3, D, dtype=torch.float64), model.make_forward_context(positions)
     for layer in (0, 3):
         torch.testing.assert_close(
-            model.layers[layer](model.fit_stream(x), context), model.layers[layer](x, context), rtol=0, atol=0
+            model.layers[layer](model.resize_stream_width(x), context), model.layers[layer](x, context), rtol=0, atol=0
         )
 
 

@@ -12,7 +12,11 @@ from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.optim.muon import muon_update_scale, orthogonalize
-from mega_trainer.verify.case_comparison import compare_cases_with_one_process, largest_error, merge_findings_by_case
+from mega_trainer.verify.case_comparison import (
+    compare_cases_with_one_process,
+    compute_largest_tensor_error,
+    merge_findings_by_case,
+)
 from mega_trainer.verify.case_trainer import CaseTrainer
 from mega_trainer.verify.layout_case import RunYamlLayoutCase
 
@@ -173,4 +177,4 @@ def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
     resumed.state.restore_checkpoint(folder, None)
     for trainer in (straight, resumed):
         trainer.step(2)
-    assert largest_error(resumed.state.checkpoint_tensors(), straight.state.checkpoint_tensors()) < 1e-10
+    assert compute_largest_tensor_error(resumed.state.checkpoint_tensors(), straight.state.checkpoint_tensors()) < 1e-10

@@ -15,7 +15,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.gradient_buckets import GradientBucket, StepGradientBucket
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
-from mega_trainer.parallel.parameter_info import get_main_grad_writer, get_parameter_info
+from mega_trainer.parallel.parameter_info import get_main_grad_function, get_parameter_info
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, ZeroConfig, flatten_parameters
 
 LENGTH, MICROS = 8, 3
@@ -140,7 +140,7 @@ def test_what_is_used_twice_or_put_off_goes_by_autograd() -> None:
         stage = flatten_parameters(model, KINDS["step"], model.list_parameter_units())
         assert stage.buffers
         ends = [p for p in model.parameters() if p.shape == (29, 16)]
-        return sorted(get_parameter_info(p).pieces[0].name for p in ends if get_main_grad_writer(p) is not None)
+        return sorted(get_parameter_info(p).pieces[0].name for p in ends if get_main_grad_function(p) is not None)
 
     base, config = ModelConfig.model_validate(BASE), ModelConfig.model_validate
     assert straight(LayerBuilder(base)) == ["lm_head.weight", "model.embed_tokens.weight"]

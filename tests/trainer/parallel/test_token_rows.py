@@ -39,6 +39,19 @@ def test_groups_have_room_of_their_own() -> None:
     assert slots.dropped == 2
 
 
+def test_a_rank_without_tokens_has_rows_that_no_token_fills() -> None:
+    slots = ExpertRowAssignment.assign_rows(torch.empty((0, 2), dtype=torch.int64), GROUPS, 3)
+    x, y, values = (torch.ones(shape, requires_grad=True) for shape in ((0, 4), (4, 4), (0, 2)))
+    gathered, summed, picked = (
+        gather_token_rows(x, slots),
+        sum_token_rows(y, slots),
+        gather_choice_values(values, slots),
+    )
+    assert [tuple(result.shape) for result in (gathered, summed, picked)] == [(4, 4), (0, 4), (4,)]
+    (gathered.sum() + summed.sum() + picked.sum()).backward()
+    assert [leaf.grad is not None and leaf.grad.shape for leaf in (x, y, values)] == [(0, 4), (4, 4), (0, 2)]
+
+
 def of_rows(chosen: list[list[int]], group: int) -> list[int]:
     return [token for token, row in enumerate(chosen) for one in row if one == group]
 

@@ -142,6 +142,19 @@ def test_evaluation_computes_the_loss_without_dropout_and_keeps_nothing() -> Non
     assert not any(left_over(run))
 
 
+def test_a_run_that_failed_leaves_neither_evaluation_mode_nor_contexts() -> None:
+    run = executor(make_pipeline_schedule("1f1b", pp=1, microbatches=1))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = run.first_local_stage.layers[-1].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError), torch.no_grad(), run.evaluation_mode():
+        run.run_operations(batches(1), 1.0)
+    hook.remove()
+    assert run.run_operations(batches(1), SCALE)[0].item() == one_after_another(batches(1))[0]  # with dropout again
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_each_backward_is_told_its_stage_and_whether_it_is_the_last(name: str) -> None:
     told: list[tuple[int, bool]] = []

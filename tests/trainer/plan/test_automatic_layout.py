@@ -5,12 +5,12 @@ from typing import Any
 
 from mega_common.model_presets import load_model_preset
 from mega_common.strict_config import apply_config_overrides
-from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.run_config import RunConfig, format_overrides
 from mega_trainer.plan.automatic_layout import choose_parallel_layout
 from mega_trainer.plan.layout_candidates import HIDDEN_EXCHANGE
 from mega_trainer.plan.layout_search import find_best_layouts
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import apply_settings, format_overrides
+from mega_trainer.plan.memory_advice import apply_settings
 
 
 def run(**sections: Any) -> RunConfig:

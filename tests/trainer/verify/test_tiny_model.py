@@ -12,7 +12,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
-from mega_trainer.verify.tiny_model import TinyModelRun, shrink_count, shrink_model, shrink_shared_head_count
+from mega_trainer.verify.tiny_model import TinyModelRun, shrink_count, shrink_model_fields, shrink_shared_head_count
 from mega_trainer.verify.verification import Verification, choose_covering_layout_cases, parse_layout
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").glob("*-*.yaml"))
@@ -39,7 +39,7 @@ KINDS = [(name, number) for name in MODELS for number, _ in enumerate(VARIANTS.g
 @pytest.mark.parametrize(("name", "number"), KINDS)
 def test_every_kind_of_model_keeps_its_options(name: str, number: int) -> None:
     config = case(name, 1, layers=4, variant=VARIANTS.get(name, [{}])[number]).config
-    before, after = config.model, ModelConfig.parse(shrink_model(config.model, 4))
+    before, after = config.model, ModelConfig.parse(shrink_model_fields(config.model, 4))
     kept = {
         "norm", "norm_position", "activation", "position", "tie_embeddings", "qk_norm", "attention_gate", "parallel_residual",
         "residual_dropout", "attention_softcap", "logit_scale", "causal", "masked_lm", "pooler", "qkv_bias", "head_bias",
@@ -52,7 +52,7 @@ def test_every_kind_of_model_keeps_its_options(name: str, number: int) -> None:
 def test_a_vision_encoder_keeps_its_kind_of_attention_and_its_deepstack() -> None:
     for name in ("qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-30b-a3b"):
         whole = ModelConfig.parse(load_model_preset(name))
-        tiny = ModelConfig.parse(shrink_model(whole, 4))
+        tiny = ModelConfig.parse(shrink_model_fields(whole, 4))
         before, after = (model.vision.native for model in (whole, tiny) if model.vision and model.vision.native)
         assert (before.window is None, before.norm) == (after.window is None, after.norm)
         assert bool(before.deepstack) == bool(after.deepstack)
@@ -90,7 +90,7 @@ def test_features_of_several_vision_layers_become_those_of_the_first() -> None:
     assert config.vision.native is not None
     native = config.vision.native.model_copy(update={"deepstack": (8, 16, 24)})
     vision = config.vision.model_copy(update={"native": native, "num_layers": 27})
-    tiny = ModelConfig.parse(shrink_model(config.model_copy(update={"vision": vision}), 2))
+    tiny = ModelConfig.parse(shrink_model_fields(config.model_copy(update={"vision": vision}), 2))
     assert tiny.vision is not None
     assert tiny.vision.deepstack_layers == (0,)
     assert tiny.vision.native is not None

@@ -245,7 +245,7 @@ def _check_sections(raw: ConfigDict, source: str) -> None:
 
 
 def find_family_expressing_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
-    """Return the first HuggingFace model family whose config.json can express `model`.
+    """Return the first HuggingFace model family whose config.json can express `model`; a CheckpointError if none can.
 
     The families of mega come first, then those that extensions `added`.
 

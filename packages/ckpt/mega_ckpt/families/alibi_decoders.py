@@ -70,7 +70,7 @@ class MptAttentionEntry:
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the scale of scores and both dropouts as `ModelConfig` fields.
+        """Return score scale and dropouts as `ModelConfig` fields; ConfigMismatchError for attention that is not supported.
 
         Raises:
             ConfigMismatchError: for clipped or normalized queries and keys, prefixes, other slopes, and no ALiBi.

@@ -45,7 +45,7 @@ class CausalLocalAttentionEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of sliding windows from config.json.
+        """Return the `ModelConfig` fields of sliding windows from config.json; ConfigMismatchError if its window sizes conflict.
 
         Raises:
             ConfigMismatchError: if `sliding_window` differs from half of `local_attention`.
@@ -83,7 +83,7 @@ class ModernBertDecoderHeadConfigEntry:
         return {"masked_lm": {"activation": HEAD_ACTIVATIONS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the transform; ConfigMismatchError for a model without one."""
+        """Return the keys of the transform before the output layer; ConfigMismatchError without one, or with a task head."""
         head = model.masked_lm
         if head is None or not head.dense or model.score or model.task_head:
             raise ConfigMismatchError("masked_lm with dense: true is required, without score and task_head")
@@ -134,9 +134,7 @@ class CausalDecoderEntry:
         return {"causal": True}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `is_decoder` of config.json with its value.
-        Raises ConfigMismatchError for a model without causal attention.
-        """
+        """Return `{"is_decoder": True}` for config.json; ConfigMismatchError for a model without causal attention."""
         if not model.causal:
             raise ConfigMismatchError("causal must be True")
         return {"is_decoder": True}

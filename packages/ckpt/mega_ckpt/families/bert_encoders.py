@@ -135,18 +135,14 @@ class EncoderHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of an encoder's heads from config.json.
-        The fields `masked_lm`, `pooler` and `sentence_pairs` follow from the class in `architectures`.
-        """
+        """Return `masked_lm`, `pooler` and `sentence_pairs` of an encoder, by the class in config.json's `architectures`."""
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = self.has_pairs and str(kind).endswith("ForPreTraining")
         head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `architectures` with the transformers class that has the model's heads.
-        Raises ConfigMismatchError for heads that transformers' classes do not have.
-        """
+        """Return `architectures` with the class that has the model's heads; ConfigMismatchError if transformers has none."""
         expected = {"activation": self.activation or model.activation, "dense": True, "dense_bias": True, "bias": True}
         if model.sentence_pairs and not self.has_pairs:
             raise ConfigMismatchError("sentence_pairs must be False")
@@ -187,9 +183,7 @@ class OffsetPositionsEntry:
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `max_position_embeddings`, unused rows included, and `pad_token_id`.
-        Raises ConfigMismatchError without unused rows.
-        """
+        """Return `max_position_embeddings`, unused rows included, and `pad_token_id`; ConfigMismatchError without unused rows."""
         if not model.position_offset:
             raise ConfigMismatchError("position_offset must be more than 0")
         return {
@@ -208,9 +202,7 @@ class LocalAttentionEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of ModernBERT's sliding windows from config.json.
-        They are `sliding_window`, which counts the query's own position, and `full_attention_layers`.
-        """
+        """Return ModernBERT's `full_attention_layers` and `sliding_window`, which counts the query's own position."""
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or build_window_layer_types([layer % every == 0 for layer in layers])
         return build_sliding_window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)

@@ -52,14 +52,10 @@ class ConfigEntry(Protocol):
         """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `ModelConfig` from the keys of `raw`, a config.json.
-        Raises ConfigMismatchError if a value has no counterpart.
-        """
+        """Return {field: value} of `ModelConfig` from a config.json; ConfigMismatchError for a value without a counterpart."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return {key: value} of config.json from the fields of `model`.
-        Raises ConfigMismatchError if a value has no counterpart.
-        """
+        """Return {key: value} of config.json from `model`; ConfigMismatchError for a value without a counterpart."""
 
 
 def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[dict[str, Any], list[str]]:
@@ -130,9 +126,8 @@ class KeyEntry:
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `ModelConfig` for each field that this entry's key of config.json sets.
-        The value is the key's, or the default. Raises ConfigMismatchError if a required key is missing, its value is
-        not supported, or aliases disagree.
+        """Return {field: value} of `ModelConfig` from the entry's key or default; ConfigMismatchError for an unsupported value.
+        Raises ConfigMismatchError also if a required key is missing, or aliases disagree.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
@@ -151,9 +146,7 @@ class KeyEntry:
         return dict.fromkeys(self.field_names.split(), value)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return {key: value} of config.json with the common value of this entry's fields of `model`.
-        Raises ConfigMismatchError if they differ.
-        """
+        """Return {key: value} of config.json, the common value of the entry's fields; ConfigMismatchError if they differ."""
         first, *others = self.field_names.split()
         value = getattr(model, first)
         for other in others:
@@ -197,9 +190,7 @@ class KeyValueHeadsEntry:
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `num_kv_heads` and `head_dim` from config.json.
-        A field is None if its key is absent or null.
-        """
+        """Return `num_kv_heads` and `head_dim` from config.json: the family's default if a key is absent, None if it is null."""
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
             **KeyEntry(self.dim_key, "head_dim", self.dim_default).fields_from_config(raw),
@@ -242,9 +233,7 @@ class FixedFieldsEntry:
         return dict(self.values)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Check that `model` has the values that are constant in the model family; return no config.json keys.
-        Raises ConfigMismatchError if it has other values.
-        """
+        """Return no config.json keys; ConfigMismatchError if `model` has other values than those constant in the family."""
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
             for name, value in self.values.items()
@@ -268,9 +257,7 @@ class AllowedValuesEntry:
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Check that each key of config.json is absent or has an allowed value; return no `ModelConfig` fields.
-        Raises ConfigMismatchError for another value.
-        """
+        """Return no `ModelConfig` fields; ConfigMismatchError if a key of config.json has another value than the allowed ones."""
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
             for key, allowed in self.values.items()
@@ -310,9 +297,7 @@ class PerHeadNormEntry:
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of per-head query/key norms from config.json.
-        They are `qk_norm` and `qk_norm_span` if the boolean key is true, and no fields if it is null or false.
-        """
+        """Return `qk_norm` and `qk_norm_span` if the boolean key of config.json is true, and no fields otherwise."""
         return {"qk_norm": True, "qk_norm_span": self.span} if raw.get(self.key, self.default) else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -402,16 +387,14 @@ class MultiHeadEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Check the head dimension of multi-head attention in config.json; return no `ModelConfig` fields.
-        Multi-head attention is the default of `ModelConfig`. Raises ConfigMismatchError for another `head_dim`.
+        """Return no `ModelConfig` fields; ConfigMismatchError if `head_dim` is not hidden_size / num_attention_heads.
+        Multi-head attention is the default of `ModelConfig`.
         """
         check_config_json_head_dim(raw)
         return {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Check that a model has multi-head attention; return no config.json keys.
-        Raises ConfigMismatchError if the model has fewer key/value heads or another head dimension.
-        """
+        """Return no config.json keys; ConfigMismatchError if the model has fewer key/value heads or another head dimension."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
         check_heads_fill_hidden_size(model)

@@ -42,7 +42,7 @@ class ExpertRowsLayout:
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape [experts * rows, columns] of the only part [experts, rows, columns]."""
+        """Return the disk shape [E * rows, columns] of the only part [E, rows, columns]; [E * columns, rows] if `transposed`."""
         ((experts, rows, columns),) = parts
         return (experts * columns, rows) if self.transposed else (experts * rows, columns)
 
@@ -116,9 +116,7 @@ class DbrxHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_kv_heads` from config.json.
-        Raises ConfigMismatchError if config.json has two different numbers.
-        """
+        """Return the `ModelConfig` field `num_kv_heads` from config.json; ConfigMismatchError if it has two different numbers."""
         heads = raw.get("attn_config.kv_n_heads", 1)
         if raw.get("num_key_value_heads", heads) != heads:
             raise ConfigMismatchError(f"num_key_value_heads must be attn_config.kv_n_heads = {heads!r}")
@@ -154,7 +152,7 @@ class DbrxNormalizeEntry:
         return {"normalize": value is not None}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key of the norm."""
+        """Return the config.json key of the p-norm that divides a token's expert weights: 1, or null without normalization."""
         return {self.key: 1.0 if model.normalize else None}
 
 

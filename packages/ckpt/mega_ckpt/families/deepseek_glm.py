@@ -135,9 +135,7 @@ class ExpertGroupsEntry:
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`.
-        Raises ConfigMismatchError for another `group_score` than the family's.
-        """
+        """Return the keys of group-limited expert routing; ConfigMismatchError for another `group_score` than the family's."""
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")

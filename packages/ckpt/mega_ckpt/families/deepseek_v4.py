@@ -45,7 +45,7 @@ _STREAMS = {"hc_mult": ("streams", 4), "hc_sinkhorn_iters": ("iterations", 20), 
 
 @dataclass(frozen=True)
 class CompressedAttentionEntry:
-    """Translation to and from config.json of layer kinds and attention sizes (sections `layers`, `compressed`)."""
+    """Translation to and from config.json of DeepSeek-V4's kinds of layers and sizes of its compressed attention."""
 
     handled_config_keys: frozenset[str] = frozenset({
         "layer_types", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", *_SIZES, *_INDEXER,
@@ -64,9 +64,7 @@ class CompressedAttentionEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of attention and of the kind of each layer.
-        Raises ConfigMismatchError for other layers, and for settings that no key expresses.
-        """
+        """Return the keys of layer kinds and compressed attention; ConfigMismatchError for others, or settings without a key."""
         section, names = model.compressed, {kind: name for name, kind in _KINDS.items()}
         if section is None:
             raise ConfigMismatchError("compressed is missing (all models of this family have compressed attention)")
@@ -105,7 +103,7 @@ def _read_layer_kinds(raw: ConfigDict) -> list[str]:
 
 @dataclass(frozen=True)
 class HyperConnectionsEntry:
-    """Translation to and from config.json of hyper-connections, which all models of the family have."""
+    """Translation to and from config.json of hyper-connections, which all DeepSeek-V4 models have."""
 
     handled_config_keys: frozenset[str] = frozenset(_STREAMS)
     handled_model_fields: frozenset[str] = frozenset({"hyper_connections"})
@@ -133,7 +131,7 @@ class HashLayersEntry:
         """Return None for `MoeConfig.layers`: `layers` names all layers with experts."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_layer_types` of config.json with its value."""
+        """Return the key `mlp_layer_types` of config.json: "hash_moe" if token ids choose a layer's experts, else "moe"."""
         hashed = map(model.is_hash_layer, range(model.num_layers))
         return {"mlp_layer_types": ["hash_moe" if each else "moe" for each in hashed]}
 
@@ -166,8 +164,8 @@ class HashTableEntry:
 
 @dataclass(frozen=True)
 class CompressedRopeEntry:
-    """Translation to and from config.json of two sets of rotary parameters.
-    One is of layers with compressed entries, the other of those without.
+    """Translation to and from config.json of DeepSeek-V4's rotary parameters.
+    There are two sets: `main` for layers without compressed entries and `compress` for those with.
     """
 
     rope: RopeEntry

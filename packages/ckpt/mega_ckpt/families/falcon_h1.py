@@ -81,7 +81,7 @@ class OutputNormEntry:
         return {"norm": "none" if not raw.get("mamba_rms_norm", False) else "before_gate" if before else "gated"}
 
     def config_from_fields(self, model: MambaConfig) -> dict[str, Any]:
-        """Return the config.json keys of the output norm."""
+        """Return the config.json keys `mamba_rms_norm` and, if the norm exists, `mamba_norm_before_gate`."""
         before = {} if model.norm == "none" else {"mamba_norm_before_gate": model.norm == "before_gate"}
         return {"mamba_rms_norm": model.norm != "none", **before}
 
@@ -118,9 +118,7 @@ class FalconMambaSectionEntry:
         return section
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the sizes of Mamba-2.
-        Raises ConfigMismatchError for a model without a section `mamba`.
-        """
+        """Return the config.json keys of the sizes of Mamba-2; ConfigMismatchError for a model without a section `mamba`."""
         if model.mamba is None:
             raise ConfigMismatchError("mamba is missing (all layers of this family have it)")
         sizes = _SIZES.config_from_fields(model)

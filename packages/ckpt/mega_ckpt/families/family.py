@@ -108,7 +108,7 @@ class ModelFamily:
     has_task_heads: bool = False
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration that a config.json describes.
+        """Return the model configuration that a config.json describes; a CheckpointError for a setting that mega cannot express.
 
         Raises:
             CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. Unknown

@@ -62,9 +62,7 @@ class ClassifierActivationEntry:
         return {"pooler_activation": self.activation} if str(kind).endswith("ForSequenceClassification") else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Check the activation of a classifier, and that another model has no pooler; return no config.json keys.
-        Raises ConfigMismatchError if they differ from the family's.
-        """
+        """Return no keys; ConfigMismatchError for a classifier with another activation than the family's, or another pooler."""
         if model.pooler and not model.task_head:
             raise ConfigMismatchError("pooler must be False")
         if model.pooler and model.pooler_activation != self.activation:
@@ -309,7 +307,7 @@ class FixedPositionOffsetEntry:
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `max_position` and `position_offset`."""
+        """Return the `ModelConfig` fields `max_position`, two less than the rows in config.json, and `position_offset`, 2."""
         return {"max_position": raw.get("max_position_embeddings", 512) - 2, "position_offset": 2}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -396,9 +394,7 @@ class EuroBertHeadsConfigEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "pooler_activation", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of EuroBERT's heads from config.json.
-        Raises ConfigMismatchError for a classifier with another `classifier_pooling` than bos.
-        """
+        """Return the fields of EuroBERT's heads; ConfigMismatchError for a classifier that is not on the first token."""
         (kind, *_) = raw.get("architectures") or [""]
         classifies, pooling = str(kind).endswith("ForSequenceClassification"), raw.get("classifier_pooling", "late")
         if classifies and pooling != "bos":

@@ -75,8 +75,8 @@ class PhimoeRopeEntry(RopeEntry):
         return {"rope": {**fields["rope"], "attention_factor": short}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, with the two factors.
-        Raises ConfigMismatchError if `rope.attention_factor` is missing.
+        """Return the keys of rotary positions, with both factors; ConfigMismatchError if `rope.attention_factor` is missing.
+        Only for scaling longrope; else the factors are neither written nor required.
         """
         out, factor = super().config_from_fields(model), model.rope.attention_factor
         if model.rope.scaling != "longrope":
@@ -302,15 +302,15 @@ class CohereWindowLayersConfigEntry:
 
 @dataclass(frozen=True)
 class CohereExpertNormEntry:
-    """Translation to and from config.json of the norms of Command A+: RMSNorm or LayerNorm.
-    They are RMSNorm if it has an epsilon of its own, else LayerNorm without bias.
+    """Translation to and from config.json of Command A+'s norms: RMSNorm if `rms_norm_eps` is set, else LayerNorm.
+    The LayerNorm has no bias.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"rms_norm_eps", "layer_norm_eps"})
     handled_model_fields: frozenset[str] = frozenset({"norm", "norm_eps", "norm_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of norms from config.json."""
+        """Return `norm`, `norm_eps` and `norm_bias`: RMSNorm if `rms_norm_eps` is set, else LayerNorm without bias."""
         if raw.get("rms_norm_eps") is not None:
             return {"norm": "rmsnorm", "norm_eps": raw["rms_norm_eps"]}
         return {"norm": "layernorm", "norm_bias": False, "norm_eps": raw.get("layer_norm_eps", 1e-5)}
@@ -357,7 +357,7 @@ class CohereExpertsEntry:
         }
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json keys of scores and shared experts; ConfigMismatchError for other factors."""
+        """Return the keys of scores and shared experts; ConfigMismatchError if their factors are neither a sum nor an average."""
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
         averaged = bool(count) and model.scaling == model.shared_scaling == 0.5
@@ -381,11 +381,11 @@ class DenseFfnWidthConfigEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size`, the width of dense layers; by default that of an expert."""
         return {"ffn_hidden_size": raw.get("prefix_dense_intermediate_size") or raw.get("intermediate_size", 22528)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the width of dense layers."""
+        """Return the config.json key of the width of dense layers, null if it is that of an expert."""
         same = model.moe is not None and model.moe.ffn_hidden_size == model.ffn_hidden_size
         return {"prefix_dense_intermediate_size": None if same else model.ffn_hidden_size}
 

@@ -59,8 +59,7 @@ class QueryScaleEntry:
     handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `attention_scale` from config.json.
-        It is None if `query_pre_attn_scalar` equals the head dimension, else the inverse square root of that key.
+        """Return `attention_scale`: None if `query_pre_attn_scalar` is the head dimension, else its inverse square root.
         Raises ConfigMismatchError if it is not positive.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
@@ -70,9 +69,7 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `query_pre_attn_scalar` of config.json with its value, an integer, from the attention scale.
-        Raises ConfigMismatchError if `attention_scale` is not 1 / sqrt(an integer).
-        """
+        """Return the key `query_pre_attn_scalar`; ConfigMismatchError if `attention_scale` is not 1 / sqrt(an integer)."""
         if model.attention_scale is None:
             return {"query_pre_attn_scalar": model.query_key_head_dim}
         scalar = round(model.attention_scale**-2)

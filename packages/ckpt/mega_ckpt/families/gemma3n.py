@@ -43,7 +43,7 @@ class AltUpEntry:
     handled_model_fields: frozenset[str] = frozenset({"altup", "per_layer_input_size", "per_layer_vocab_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields; raises ConfigMismatchError for more rows of the table than tokens."""
+        """Return the `ModelConfig` fields of AltUp and layer inputs; ConfigMismatchError for more table rows than tokens."""
         rows, tokens = raw.get("vocab_size_per_layer_input", _ROWS), raw.get("vocab_size", _ROWS)
         if rows > tokens:
             raise ConfigMismatchError(f"vocab_size_per_layer_input = {rows} must be at most vocab_size = {tokens}")
@@ -54,7 +54,7 @@ class AltUpEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys; raises ConfigMismatchError for a model without AltUp or without inputs of layers."""
+        """Return the config.json keys of AltUp and per-layer inputs; ConfigMismatchError for a model without them."""
         if model.altup is None or not model.per_layer_input_size:
             raise ConfigMismatchError("altup is missing (all models of this family have several streams)")
         return {
@@ -72,7 +72,7 @@ class LayerWidthsEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size", "ffn_sparsity"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields; raises ConfigMismatchError for widths that differ by layer."""
+        """Return the `ModelConfig` fields of MLP width and sparsity; ConfigMismatchError for widths that differ by layer."""
         layers, widths = len(layer_indices(raw)), raw.get("intermediate_size", 16_384)
         widths = widths if isinstance(widths, list) else [widths] * layers
         if len(set(widths)) != 1 or len(widths) != layers:
@@ -83,7 +83,7 @@ class LayerWidthsEntry:
         return {"ffn_hidden_size": widths[0], "ffn_sparsity": sparsity if any(sparsity) else None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys, with a value for each layer."""
+        """Return the config.json keys of MLP width and sparsity, each with a value for each layer."""
         layers = model.num_layers
         return {
             "intermediate_size": [model.ffn_hidden_size] * layers,

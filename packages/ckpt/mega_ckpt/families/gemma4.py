@@ -53,9 +53,7 @@ class Gemma4AttentionEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of windows and heads from config.json.
-        Raises ConfigMismatchError for settings by layer other than the heads of full-attention layers.
-        """
+        """Return the `ModelConfig` fields of windows and heads; ConfigMismatchError for other settings that differ by layer."""
         layers = layer_indices(raw)
         kinds = list(raw.get("layer_types") or build_window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
         kinds[-1] = _FULL
@@ -89,7 +87,7 @@ class Gemma4AttentionEntry:
         return {names[key]: value for key, value in first.items()}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of windows and heads, those of full-attention layers in both forms.
+        """Return the keys of windows and heads, those of full-attention layers in the old form and the new one.
         Raises ConfigMismatchError if the last layer has a window, or keys are values in layers with one.
         """
         kinds, full = get_transformers_layer_types(model), model.full_attention_layer_config
@@ -124,7 +122,7 @@ class ProportionalRopeEntry(RopeEntry):
 
 @dataclass(frozen=True)
 class SharedKeysEntry:
-    """Translation to and from config.json of the last layers, which attend to keys and values of earlier ones.
+    """Translation to and from config.json of Gemma 4's last layers, which attend to keys and values of earlier ones.
     Their MLP is as wide as the others', or twice as wide.
     """
 
@@ -132,13 +130,13 @@ class SharedKeysEntry:
     handled_model_fields: frozenset[str] = frozenset({"shared_kv_layers", "shared_kv_ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of layers that share keys and values."""
+        """Return `shared_kv_layers`, the number of last layers that share keys and values, and `shared_kv_ffn_hidden_size`."""
         count = raw.get("num_kv_shared_layers") or 0
         width = 2 * raw["intermediate_size"] if count and raw.get("use_double_wide_mlp") else None
         return {"shared_kv_layers": count, "shared_kv_ffn_hidden_size": width}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys; raises ConfigMismatchError for another width of their MLPs."""
+        """Return the keys of layers that share keys and values; ConfigMismatchError for MLPs not 1 or 2 times as wide."""
         usual, width = model.ffn_hidden_size, model.shared_kv_ffn_hidden_size or model.ffn_hidden_size
         if width not in (usual, 2 * usual):
             raise ConfigMismatchError(f"shared_kv_ffn_hidden_size must be {usual} or {2 * usual}, not {width}")
@@ -147,17 +145,13 @@ class SharedKeysEntry:
 
 @dataclass(frozen=True)
 class LayerInputEntry:
-    """Translation to and from config.json of the inputs of layers, whose table must have the rows of the embedding's."""
+    """Translation to and from config.json of Gemma 4's per-layer inputs, whose table must have as many rows as the embedding."""
 
     handled_config_keys: frozenset[str] = frozenset({"hidden_size_per_layer_input", "vocab_size_per_layer_input"})
     handled_model_fields: frozenset[str] = frozenset({"per_layer_input_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `per_layer_input_size` from config.json.
-
-        Raises:
-            ConfigMismatchError: if the per-layer embedding has other rows than the token embedding.
-        """
+        """Return `per_layer_input_size`; ConfigMismatchError if its table has other rows than the token embedding."""
         size, rows = raw.get("hidden_size_per_layer_input", 256), raw.get("vocab_size_per_layer_input", 262_144)
         if size and rows != raw.get("vocab_size"):
             raise ConfigMismatchError(
@@ -166,7 +160,7 @@ class LayerInputEntry:
         return {"per_layer_input_size": size or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of the inputs of layers."""
+        """Return the config.json keys of per-layer inputs: their size (0: none) and the rows of their table."""
         size = model.per_layer_input_size
         rows = {"vocab_size_per_layer_input": model.vocab_size} if size else {}
         return {"hidden_size_per_layer_input": size or 0, **rows}

@@ -45,9 +45,7 @@ class Gpt2SizesEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `ffn_hidden_size` from GPT-2's config.json.
-        Raises ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs from it.
-        """
+        """Return the `ModelConfig` field `ffn_hidden_size`; ConfigMismatchError if `n_ctx` differs from `n_positions`."""
         if self.has_length and raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
@@ -132,7 +130,7 @@ class FourfoldFfnWidthConfigEntry:
         return frozenset({self.key} if self.key else ())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size` from config.json: the key's value, or four times the hidden size."""
         width = 4 * next((raw[key] for key in ("hidden_size", "n_embed", "d_model") if key in raw), 0)
         return {"ffn_hidden_size": (self.key and raw.get(self.key)) or width}
 
@@ -173,9 +171,7 @@ class MultiQueryEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_kv_heads` from config.json.
-        It is 1 for multi-query attention, else None (as many as query heads).
-        """
+        """Return the `ModelConfig` field `num_kv_heads` from config.json: 1 for multi-query attention, else None (multi-head)."""
         check_config_json_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 

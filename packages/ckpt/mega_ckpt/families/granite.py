@@ -38,9 +38,7 @@ class LogitsScalingEntry:
     handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `logit_scale`, the inverse of `logits_scaling`.
-        Raises ConfigMismatchError if it is not positive.
-        """
+        """Return `logit_scale`, the inverse of config.json's `logits_scaling`; ConfigMismatchError if that is not positive."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
@@ -138,9 +136,7 @@ class LayerRopeThetaConfigEntry:
         return self.rope.handled_config_keys | {"layer_rope_theta"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `rope`, `local_rope` and `no_rope_layers` from config.json.
-        Raises ConfigMismatchError if layers of one kind differ.
-        """
+        """Return `rope`, `local_rope` and `no_rope_layers`; ConfigMismatchError if layers of one kind differ in theta."""
         rope = self.rope.fields_from_config(raw)["rope"]
         windows = WINDOWS.fields_from_config(raw)
         full = windows.get("full_attention_layers") or [] if windows["sliding_window"] else layer_indices(raw)
@@ -160,9 +156,7 @@ class LayerRopeThetaConfigEntry:
         return {"rope": own["full"], "local_rope": own["local"], "no_rope_layers": unrotated or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of rotary positions, and `layer_rope_theta`.
-        Raises ConfigMismatchError if `local_rope` differs from `rope` in more than theta.
-        """
+        """Return the keys of RoPE and `layer_rope_theta`; ConfigMismatchError if `local_rope` differs in more than theta."""
         local = model.local_rope or model.rope
         if local.model_copy(update={"theta": model.rope.theta}) != model.rope:
             raise ConfigMismatchError("local_rope may differ from rope in theta only")
@@ -256,9 +250,7 @@ class HyperClovaXNormConfigEntry:
         return {"attention_scale": raw.get("attention_multiplier"), "norm_position": position}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `attention_multiplier` and `use_post_norm` of HyperCLOVA X.
-        Raises ConfigMismatchError for another position of norms than pre or both.
-        """
+        """Return `attention_multiplier` and `use_post_norm`; ConfigMismatchError for another norm position than pre and both."""
         if model.norm_position not in ("pre", "both"):
             raise ConfigMismatchError(f"norm_position must be pre or both, not {model.norm_position}")
         scale = model.attention_scale or model.query_key_head_dim**-0.5

@@ -58,9 +58,7 @@ class HunyuanExpertsEntry:
     handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `moe` of a Hunyuan model from config.json.
-        Raises ConfigMismatchError for a number that differs among layers.
-        """
+        """Return the `ModelConfig` section `moe` of a Hunyuan model; ConfigMismatchError for numbers that differ by layer."""
         numbers = {}
         for key, aliases in (("num_experts", ("num_local_experts",)), ("moe_topk", ("num_experts_per_tok",))):
             given = next((raw[name] for name in (key, *aliases) if name in raw), 1)
@@ -73,9 +71,7 @@ class HunyuanExpertsEntry:
         return {"moe": {**experts, "ffn_hidden_size": width, "shared_ffn_hidden_size": width}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the numbers of experts of a Hunyuan model.
-        Raises ConfigMismatchError for a router or widths of another kind.
-        """
+        """Return the config.json keys of a Hunyuan model's experts; ConfigMismatchError for another kind of router or width."""
         moe, width = model.moe, model.ffn_hidden_size
         if moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")

@@ -184,9 +184,9 @@ class MambaSectionEntry:
         return {"mamba": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Mamba-2 sizes.
-        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model. Raises
-        ConfigMismatchError for sizes, a norm or an epsilon that no key expresses.
+        """Return the config.json keys of Mamba-2 sizes; those of a valid placeholder for a model without Mamba layers.
+        The placeholder is one head, twice as wide as the model. Raises ConfigMismatchError for sizes, a norm or an epsilon
+        that no key expresses.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -220,9 +220,8 @@ class TimeStepLimitEntry:
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MambaConfig` field `dt_limit`, the (lower, upper) limits of the time step, from config.json.
-        An infinite upper limit is None. The result is empty if the key is absent. Raises ConfigMismatchError if it is
-        not two numbers.
+        """Return `dt_limit`, (lower, upper), with None for an infinite upper limit; an empty result if the key is absent.
+        Raises ConfigMismatchError if it is not two numbers.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:
@@ -233,8 +232,8 @@ class TimeStepLimitEntry:
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the limits of Mamba-2's time step.
-        The default (0, infinite) is not written, so that no program needs to parse infinity.
+        """Return the config.json key of the limits of Mamba-2's time step; no key for the default (0, infinite).
+        So no program needs to parse infinity for a model with the default.
         """
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit

@@ -28,8 +28,8 @@ def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDi
 
 
 def add_image_prompt_text_settings(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
-    """Return the vision configuration with a folder's settings by which transformers writes the text of an image.
-    They come from its processor and, as special tokens, from its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
+    """Return `vision` with a folder's processor settings and tokens for the text of an image; unchanged without a module.
+    The module is a vision encoder of transformers, the special tokens are the tokenizer's. `read` is as in
     `read_image_processor_settings`.
     """
     if vision.module is None:

@@ -51,9 +51,7 @@ class IndexedAttentionEntry(LatentAttentionEntry):
     handled_model_fields: frozenset[str] = LatentAttentionEntry.handled_model_fields | {"sliding_window"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `mla` with its indexer, from config.json.
-        Raises ConfigMismatchError if a layer has no indexer of its own.
-        """
+        """Return the `ModelConfig` section `mla` with its indexer; ConfigMismatchError if a layer has no indexer of its own."""
         kinds = raw.get("layer_types") or ["indexed_attention"]
         if set(kinds) != {"indexed_attention"}:
             raise ConfigMismatchError(f"layer_types = {kinds!r:.80} is not supported (only indexed_attention)")

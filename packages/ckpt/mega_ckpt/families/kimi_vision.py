@@ -113,7 +113,7 @@ class KimiVisionFamily(VisionModuleFamily):
         return [key for key in super().unread_keys(raw) if key not in read | {"media_placeholder_token_id"}]
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {name on disk: DiskTensor} of the tensors; see `VisionLanguageFamily.disk_tensor_table`."""
+        """Return {name on disk: DiskTensor} of a Kimi vision model, with fused query, key and value weights in the encoder."""
         published = {saved: name for name, saved in _SAVED}
         given = {_replace_parts(name, published.items()): name for name in names or ()}
         table = super().disk_tensor_table(model, given or None)

@@ -94,7 +94,7 @@ class KimiLayersEntry:
         return ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's `linear_attn_config` and the keys of layers with experts.
+        """Return `linear_attn_config`, with layers counted from 1, and the keys of layers with experts.
 
         Raises:
             ConfigMismatchError: for other mixers, and for another epsilon of the output norm than the model's.
@@ -198,10 +198,8 @@ class MiniMaxLayersEntry:
         return {"layers": [f"{mixer}+moe" for mixer in mixers], "lightning": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's `layer_types` and `block_size`.
-
-        Raises:
-            ConfigMismatchError: for other mixers, a layer without experts, and other heads than those of attention.
+        """Return `layer_types` and `block_size`; ConfigMismatchError for layers without experts, or heads unlike attention's.
+        Raises ConfigMismatchError for other mixers and norms, too.
         """
         mixers = check_layer_mixers(model, "lightning")
         if any(kind.feed_forward != "moe" for kind in model.layer_kinds):

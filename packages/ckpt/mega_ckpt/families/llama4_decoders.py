@@ -52,9 +52,8 @@ class Llama4AttentionEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of Llama 4's attention from config.json.
-        A 1 in the list `no_rope_layers` marks a layer that has rotary positions. Raises ConfigMismatchError for windows
-        that slide, and for lists that are too short.
+        """Return the fields of Llama 4's attention; ConfigMismatchError for sliding windows and lists that are too short.
+        A 1 in the list `no_rope_layers` marks a layer that has rotary positions.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", 4)
         rotates = raw.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
@@ -77,11 +76,7 @@ class Llama4AttentionEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Llama 4's attention.
-
-        Raises:
-            ConfigMismatchError: for windows that slide, and for other norms of queries and keys.
-        """
+        """Return the keys of Llama 4's attention; ConfigMismatchError for sliding windows and other query/key norms."""
         if model.sliding_window and not model.chunked_window:
             raise ConfigMismatchError("chunked_window must be True")
         if model.qk_norm and (model.qk_norm_span, model.qk_norm_after_rope) != ("plain", True):

@@ -315,9 +315,8 @@ class NoRopeLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of layers without rotary positions from config.json.
-        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`. Raises ConfigMismatchError if the list
-        of layers is too short.
+        """Return the fields of layers without rotary positions and of windows; ConfigMismatchError if the list is too short.
+        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]

@@ -42,9 +42,7 @@ class LayerPairsEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `num_layers`, twice the number of pairs.
-        Raises ConfigMismatchError if `num_hidden_layers` is given and is another number.
-        """
+        """Return `num_layers`, twice the number of pairs; ConfigMismatchError if `num_hidden_layers` is another number."""
         pairs = raw.get("num_layers", 28)
         if not 0 < pairs <= MOST_LAYERS // 2:
             raise ConfigMismatchError(f"num_layers = {pairs} must be 1 to {MOST_LAYERS // 2}")
@@ -55,7 +53,7 @@ class LayerPairsEntry:
         return {"num_layers": 2 * pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_layers`; raises ConfigMismatchError for an odd number of layers."""
+        """Return the config.json key `num_layers`, half the model's layers; ConfigMismatchError for an odd number of layers."""
         if model.num_layers % 2:
             raise ConfigMismatchError(f"num_layers = {model.num_layers} must be even")
         return {"num_layers": model.num_layers // 2}
@@ -68,15 +66,11 @@ class FirstOfPairEntry:
     handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> list[int]:
-        """Return the indices of the layers with experts."""
+        """Return the indices of the layers with experts: every second layer, from the first."""
         return list(range(0, LayerPairsEntry().fields_from_config(raw)["num_layers"], 2))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no config.json keys, after checking the layers with experts and the shared expert.
-
-        Raises:
-            ConfigMismatchError: unless every second layer has experts, and a shared expert as wide as MLPs.
-        """
+        """Return no keys; ConfigMismatchError unless every second layer has experts, and a shared expert as wide as MLPs."""
         if moe_layer_indices(model) != list(range(0, model.num_layers, 2)):
             raise ConfigMismatchError("moe.layers must be every second layer, from the first")
         if model.moe and model.moe.shared_ffn_hidden_size != model.ffn_hidden_size:
@@ -89,7 +83,7 @@ class ScaledLatentAttentionEntry(LatentAttentionEntry):
     """Translation to and from config.json of latent attention with factors on both latents; also writes `head_dim`."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` section `mla`; raises ConfigMismatchError as for DeepSeek."""
+        """Return the `ModelConfig` section `mla`, with `scaled_latents`; ConfigMismatchError if a key is missing or conflicts."""
         (mla,) = super().fields_from_config(raw).values()
         return {"mla": {**mla, "scaled_latents": True}}
 

@@ -114,11 +114,7 @@ class MixerNormEpsEntry:
         return {"norm_eps": raw.get("mixer_rms_eps", 1e-6)}
 
     def config_from_fields(self, model: Mamba1Config) -> dict[str, Any]:
-        """Return the key `mixer_rms_eps` of config.json with its value.
-
-        Raises:
-            ConfigMismatchError: if the section has no epsilon of its own.
-        """
+        """Return the key `mixer_rms_eps`; ConfigMismatchError if `mamba1` has no epsilon of its own."""
         if model.norm_eps is None:
             raise ConfigMismatchError("mamba1.norm_eps must be set: mixer_rms_eps is independent of layer_norm_epsilon")
         return {"mixer_rms_eps": model.norm_eps}
@@ -233,10 +229,10 @@ class JambaLayersEntry:
         return {"layers": names, **(section if max(experts, default=1) > 1 else {})}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the layers with attention and with experts, and of the experts.
+        """Return the keys of attention layers and experts; ConfigMismatchError unless both are every n-th layer.
 
         Raises:
-            ConfigMismatchError: unless both are every n-th layer, and experts are as wide as the MLP.
+            ConfigMismatchError: also if there is only one expert, or experts are not as wide as the MLP.
         """
         attends = [mixer == "attention" for mixer in check_layer_mixers(model, "mamba1")]
         routes = [kind.feed_forward == "moe" for kind in model.layer_kinds[: model.num_layers]]

@@ -121,9 +121,7 @@ class AttentionLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `layers`, the kind of each layer, from config.json.
-        Raises ConfigMismatchError if a list of layer types disagrees.
-        """
+        """Return `layers`, the kind of each layer; ConfigMismatchError if a list of layer types in config.json disagrees."""
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
@@ -132,11 +130,7 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `attn_layer_indices` of config.json with its value.
-
-        Raises:
-            ConfigMismatchError: for a model with experts.
-        """
+        """Return the key `attn_layer_indices` of config.json; ConfigMismatchError for a model with experts."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -199,11 +193,7 @@ class MambaLayersEntry:
         return {"num_layers": len(layers), "layers": [self.mixer] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_hidden_layers` of config.json with its value.
-
-        Raises:
-            ConfigMismatchError: unless every layer has the mixer alone.
-        """
+        """Return the key `num_hidden_layers`; ConfigMismatchError unless every layer has the mixer alone."""
         if any(kind != (self.mixer, None) for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all be {self.mixer!r}")
         return {"num_hidden_layers": model.num_layers}

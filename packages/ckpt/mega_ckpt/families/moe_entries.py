@@ -34,14 +34,10 @@ class MoeFieldEntry(Protocol):
         """Fields of `MoeConfig` that a mapping of mixture-of-experts settings translates or checks."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `MoeConfig` from the keys of `raw`, a config.json.
-        Raises ConfigMismatchError if a value has no counterpart.
-        """
+        """Return {field: value} of `MoeConfig` from a config.json; ConfigMismatchError for a value without a counterpart."""
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return {key: value} of config.json from the fields of `model`, a `MoeConfig`.
-        Raises ConfigMismatchError if a value has no counterpart.
-        """
+        """Return {key: value} of config.json from a `MoeConfig`; ConfigMismatchError for a value without a counterpart."""
 
 
 class MoeLayersEntry(Protocol):
@@ -55,9 +51,7 @@ class MoeLayersEntry(Protocol):
         """Return `MoeConfig.layers` from config.json: the indices of the layers with experts, or None for all layers."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys that select the layers of `model` with experts.
-        Raises ConfigMismatchError if they cannot express that selection.
-        """
+        """Return the config.json keys that select the layers of `model` with experts; ConfigMismatchError if none can."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +88,7 @@ class MoeSectionEntry:
         return {"moe": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of experts, router and the layers with experts.
-        Raises ConfigMismatchError for a model without experts.
-        """
+        """Return the config.json keys of experts, router and expert layers; ConfigMismatchError for a model without experts."""
         if model.moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")
         out = self.layers.config_from_fields(model)
@@ -119,9 +111,7 @@ class MoeInAllLayersEntry:
         """Return None for `MoeConfig.layers`, without reading config.json: all layers have experts."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Check that every layer of `model` has experts; return no config.json keys.
-        Raises ConfigMismatchError if not.
-        """
+        """Return no config.json keys; ConfigMismatchError unless every layer of `model` has experts."""
         if len(moe_layer_indices(model)) < model.num_layers:
             raise ConfigMismatchError("moe.layers must be all layers")
         return {}
@@ -157,9 +147,7 @@ class QwenSparseStepConfigEntry:
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return, from config.json, the indices of the layers with experts; None if all layers have them.
-        Raises ConfigMismatchError for a step below 1.
-        """
+        """Return the indices of the layers with experts; None if all have them. ConfigMismatchError for a step below 1."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
         dense = self.dense if dense is None else dense
         if step < 1:
@@ -195,8 +183,8 @@ class FirstKDenseConfigEntry:
         return frozenset({self.key, "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts, all except the first dense ones, from config.json.
-        Returns None if no layer is dense. Raises ConfigMismatchError for another `moe_layer_freq` than 1.
+        """Return the indices of the layers with experts, all except the first dense ones; None if no layer is dense.
+        Raises ConfigMismatchError for another `moe_layer_freq` than 1.
         """
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
@@ -205,9 +193,7 @@ class FirstKDenseConfigEntry:
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the number of dense layers (`first_k_dense_replace`).
-        Raises ConfigMismatchError if a later layer is dense.
-        """
+        """Return the config.json key of the number of first dense layers; ConfigMismatchError if a later layer is dense."""
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
         if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
@@ -236,9 +222,8 @@ class MlpLayerTypesEntry:
         return frozenset({"mlp_layer_types", *self.dense_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts, from `mlp_layer_types` in config.json.
-        Returns None if all layers have experts. Raises ConfigMismatchError if it is not a list of dense and sparse for
-        all layers.
+        """Return the indices of the layers with experts from `mlp_layer_types` in config.json; None if all layers have them.
+        Raises ConfigMismatchError if it is not a list of dense and sparse for all layers.
         """
         layers = layer_indices(raw)
         first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
@@ -325,15 +310,13 @@ class SharedExpertsEntry:
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `shared_ffn_hidden_size` from config.json.
-        It is the total width of the shared experts.
-        """
+        """Return the `MoeConfig` field `shared_ffn_hidden_size`, the total width of the shared experts, from config.json."""
         count = KeyEntry(self.key, "count", self.default).fields_from_config(raw)["count"] or 0
         return {"shared_ffn_hidden_size": count * raw.get(self.width_key, self.width_default)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the number of shared experts.
-        Raises ConfigMismatchError if the shared width is not a multiple of an expert's, or 0.
+        """Return the key of the number of shared experts; ConfigMismatchError unless an expert's width divides the shared one.
+        Raises ConfigMismatchError for 0 experts, too, unless the family allows that.
         """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)

@@ -52,8 +52,8 @@ class NemotronLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `layers` and `num_layers` of a Nemotron-H model from config.json.
-        The key `num_hidden_layers` is ignored. Raises ConfigMismatchError for other kinds of layers, and for none.
+        """Return `layers` and `num_layers` from a list of names or a string of letters; `num_hidden_layers` is ignored.
+        Raises ConfigMismatchError for other kinds of layers, and for none.
         """
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
@@ -70,9 +70,8 @@ class NemotronLayersEntry:
         return {"num_layers": len(layers), "layers": layers}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of a Nemotron-H model's layer kinds, and `num_hidden_layers`.
-        Layer kinds are written both as names (for new software) and as letters (for old). Raises ConfigMismatchError
-        for layers with a mixer and a feed-forward block, or of other kinds.
+        """Return the keys of layer kinds, as names (new software) and as letters (old), and `num_hidden_layers`.
+        Raises ConfigMismatchError for layers with a mixer and a feed-forward block, or of other kinds.
         """
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
         if not all(len(half) == 1 and half[0] in _DISK_KINDS for half in halves):
@@ -100,9 +99,7 @@ class OptionalMoeEntry:
         return self.experts.handled_config_keys | {"mlp_bias"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `moe`, None if no layer has experts, and `mlp_bias`.
-        Raises ConfigMismatchError for `mlp_bias` with experts.
-        """
+        """Return `mlp_bias` and `moe`, None if no layer has experts; ConfigMismatchError for `mlp_bias` with experts."""
         biased = bool(raw.get("mlp_bias", False))
         if "moe" not in NemotronLayersEntry().fields_from_config(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
@@ -111,9 +108,7 @@ class OptionalMoeEntry:
         return {**self.experts.fields_from_config(raw), "mlp_bias": False}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's `mlp_bias` with its value and, with experts, the keys of experts and router.
-        Raises ConfigMismatchError for `mlp_bias` with experts.
-        """
+        """Return `mlp_bias` and, with experts, the keys of experts and router; ConfigMismatchError for a bias with experts."""
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:

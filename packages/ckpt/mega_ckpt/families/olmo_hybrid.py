@@ -67,10 +67,10 @@ class OlmoHybridLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers], "delta": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's list of mixers and sizes of gated delta nets.
+        """Return the keys of mixers and of gated delta nets; ConfigMismatchError unless a model without experts has both mixers.
 
         Raises:
-            ConfigMismatchError: for other mixers, a layer with experts, and another epsilon of the output norm.
+            ConfigMismatchError: also for another epsilon of the output norm.
         """
         mixers = check_layer_mixers(model, "delta")
         if len(set(mixers)) < 2 or any(kind.feed_forward != "mlp" for kind in model.layer_kinds):
@@ -102,7 +102,7 @@ class NullableRopeEntry(OptionalRopeEntry):
         return theta is not None and given.get("rope_type", "default") is not None
 
     def selection_keys(self, *, has_positions: bool) -> dict[str, Any]:
-        """Return the rotary parameters of a model without positions, which are null."""
+        """Return null rotary parameters for a model without positions, and no keys for one with positions."""
         return {} if has_positions else {"rope_parameters": {"rope_type": None, "rope_theta": None}}
 
 

@@ -20,8 +20,8 @@ from mega_common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class OptSizesEntry:
-    """Translation to and from config.json of OPT's keys of the embedding width and of the biases.
+class OptBiasEntry:
+    """Translation to and from config.json of OPT's switch of all biases, and of the embedding width.
     Models with projections around the decoder (OPT-350M) are not supported.
     """
 
@@ -29,17 +29,13 @@ class OptSizesEntry:
     handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of biases of an OPT model from config.json.
-        Raises ConfigMismatchError if the embedding is not as wide as the model.
-        """
+        """Return the `ModelConfig` fields of biases; ConfigMismatchError unless the embedding is as wide as the model."""
         if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
             raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
         return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `enable_bias` and `word_embed_proj_dim` of an OPT model.
-        Raises ConfigMismatchError if only some linear layers have biases.
-        """
+        """Return config.json's `enable_bias` and `word_embed_proj_dim`; ConfigMismatchError if only some layers have biases."""
         biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
         if len(set(biases.values())) > 1:
             raise ConfigMismatchError(f"{', '.join(biases)} must be equal")
@@ -66,7 +62,7 @@ OPT = ModelFamily(
         KeyEntry("init_std", "init_std", 0.02),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         MultiHeadEntry(),
-        OptSizesEntry(),
+        OptBiasEntry(),
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry(
             {

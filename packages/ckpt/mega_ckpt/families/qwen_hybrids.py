@@ -100,9 +100,7 @@ class QwenLayersEntry:
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `layers` of a Qwen hybrid from config.json.
-        The field has the mixer and the feed-forward kind of each layer as "mixer+feed".
-        """
+        """Return the `ModelConfig` field `layers`, each layer of a Qwen hybrid as "mixer+feed", from config.json."""
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_layer_mixers(raw.get("layer_types") or default, "delta", layers)
@@ -116,9 +114,8 @@ class QwenLayersEntry:
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the layer types of a Qwen hybrid.
-        They are `layer_types` and, unless all layers have one kind of feed-forward block, the keys that select the
-        layers with experts. Raises ConfigMismatchError for another kind of feed-forward block than the family's.
+        """Return `layer_types` and, unless the family has one feed-forward block, the keys that select layers with experts.
+        Raises ConfigMismatchError for another kind of feed-forward block than the family's.
         """
         out = {"layer_types": to_transformers_layer_types(check_layer_mixers(model, "delta"))}
         if not self.feed:

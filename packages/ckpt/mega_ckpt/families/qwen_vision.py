@@ -56,9 +56,8 @@ class MultimodalRopeEntry(RopeEntry):
         return {"rope": out["rope"] | sections}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of multimodal rotary positions, for new and old versions of transformers.
-        Each version's keys have `mrope_section`. Raises ConfigMismatchError if the model's RoPE has no sections, or
-        sections in another order.
+        """Return the keys of multimodal rotary positions for old and new transformers; ConfigMismatchError without sections.
+        Each version's keys have `mrope_section`. Raises ConfigMismatchError for sections in another order, too.
         """
         if model.rope.sections is None:
             raise ConfigMismatchError("rope.sections is missing")
@@ -132,9 +131,7 @@ class OutHiddenSizeEntry:
     handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Check that `out_hidden_size` is the text model's `hidden_size`; return no `VisionConfig` fields.
-        Raises ConfigMismatchError if they differ.
-        """
+        """Return no `VisionConfig` fields; ConfigMismatchError unless `out_hidden_size` is the text model's `hidden_size`."""
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
             raise ConfigMismatchError(

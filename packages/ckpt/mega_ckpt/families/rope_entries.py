@@ -75,10 +75,9 @@ class RopeEntry:
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from config.json.
-        It is read from `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the
-        family. Raises ConfigMismatchError for a scaling that the family does not have, sets per layer type, and
-        conflicts.
+        """Return `rope` (theta, fraction, scaling), from `rope_scaling` if given, else from `rope_parameters`.
+        Absent keys have the defaults of the family. Raises ConfigMismatchError for a scaling that the family does not have,
+        sets per layer type, and conflicts.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -114,9 +113,8 @@ class RopeEntry:
         return {"rope": out}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the rotary positions, for new and old versions of transformers.
-        They are `rope_parameters` for new versions, and `rope_scaling` and `rope_theta` for old ones. Raises
-        ConfigMismatchError for rotary settings that the family does not have.
+        """Return the keys of rotary positions for old and new transformers; ConfigMismatchError for settings the family lacks.
+        They are `rope_parameters` for new versions, and `rope_scaling` and `rope_theta` for old ones.
         """
         rope = model.rope
         self._check_fraction(rope.fraction)

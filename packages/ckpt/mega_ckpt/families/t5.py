@@ -149,15 +149,11 @@ class T5HeadSizeEntry:
     handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `head_dim`, and `num_kv_heads` as None, of a T5 from config.json.
-        `num_kv_heads` is None: every head has its own key and value.
-        """
+        """Return `head_dim` of a T5 from config.json, and `num_kv_heads` = None: every head has its own key and value."""
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `d_kv` of config.json with its value, the head dimension, even if it is the default.
-        Raises ConfigMismatchError for grouped queries.
-        """
+        """Return the key `d_kv`, the head dimension, even if it is the default; ConfigMismatchError for grouped queries."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
         return {"d_kv": model.query_key_head_dim}
@@ -171,15 +167,11 @@ class DropoutRateEntry:
     handled_model_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of embedding, attention and residual dropout from config.json.
-        Each has the value of `dropout_rate`.
-        """
+        """Return the `ModelConfig` fields of embedding, attention and residual dropout, all with the value of `dropout_rate`."""
         return dict.fromkeys(sorted(self.handled_model_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `dropout_rate` of config.json with its value from `residual_dropout`.
-        Embedding and attention dropout are not written.
-        """
+        """Return the key `dropout_rate` with the value of `residual_dropout`; embedding and attention dropout are not written."""
         return {"dropout_rate": model.residual_dropout}
 
 

@@ -59,10 +59,7 @@ class NativeResolutionEntry:
         return frozenset({"rope_parameters"}).union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `VisionConfig` section `native`, for images of any shape, from config.json.
-        Raises ConfigMismatchError for other rotary positions than axial ones
-        of base 10000.
-        """
+        """Return the section `native`, for images of any shape; ConfigMismatchError unless positions are axial, base 10000."""
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
@@ -70,10 +67,7 @@ class NativeResolutionEntry:
         return {"native": {**fields, **self.pixels}}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json keys of patches, windows and positions for images of any shape.
-        They are taken from the section `native` of `model`, a `VisionConfig`. Raises ConfigMismatchError without that
-        section.
-        """
+        """Return the keys of patches, windows and positions; ConfigMismatchError for a model without a section `native`."""
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
         return {key: value for entry in self.entries for key, value in entry.config_from_fields(model.native).items()}

@@ -141,7 +141,7 @@ class VisionLanguageFamily(ModelFamily):
         return self.text_family.has_per_expert_tensors
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration that a vision-language model's config.json describes.
+        """Return the model configuration of a vision-language model's config.json; a CheckpointError for an unsupported setting.
         It has the text model and the vision encoder. Errors name `source`. Raises CheckpointError for another vision
         encoder or settings that are not supported.
         """

@@ -40,9 +40,7 @@ class FeatureSelectEntry:
     handled_model_fields: frozenset[str] = frozenset({"feature_class"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `VisionConfig` field `feature_class`, true if the class token is kept, from config.json.
-        Raises ConfigMismatchError if a patch would be dropped.
-        """
+        """Return `feature_class`, true if the class token is kept; ConfigMismatchError if a patch would be dropped."""
         siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
         strategy = raw.get("vision_feature_select_strategy", "default")
         if strategy not in ("default", "full") or (strategy == "default" and siglip):
@@ -52,9 +50,7 @@ class FeatureSelectEntry:
         return {"feature_class": strategy == "full" and not siglip}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json keys of LLaVA's selection of the vision encoder's outputs.
-        They are `vision_feature_select_strategy` and `image_seq_length`, from the fields of a `VisionConfig`.
-        """
+        """Return `vision_feature_select_strategy` and `image_seq_length` of config.json from the fields of a `VisionConfig`."""
         full = model.feature_class or not model.class_token
         return {
             "vision_feature_select_strategy": "full" if full else "default",
@@ -141,9 +137,7 @@ class TokensPerImageEntry:
     handled_model_fields: frozenset[str] = frozenset({"pool"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `VisionConfig` field `pool`, the pooling factor per side, from config.json.
-        Raises ConfigMismatchError if square pools of patches do not give the number of tokens per image.
-        """
+        """Return `pool`, the pooling factor per side; ConfigMismatchError if square pools do not give the tokens per image."""
         tokens, tower = raw.get("mm_tokens_per_image", 256), raw.get("vision_config") or {}
         patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
         if side * side != tokens or not side or patches % side:

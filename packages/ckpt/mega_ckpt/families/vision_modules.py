@@ -28,9 +28,10 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 _TIED = "tie_word_embeddings"
 _AS_THEY_ARE = SingletonAxesLayout(before=0)  # tensors of any shape, also numbers
-# Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
+_CAP = "final_logit_softcapping"
+# Text settings that transformers ignores in most of these models, which have an output layer alone; neutral values.
 _NEUTRAL: Mapping[str, Any] = {
-    "final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "num_nextn_predict_layers": 0,
+    _CAP: None, "logit_scale": 1.0, "logits_scaling": 1.0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _SIZES = {
     "num_layers": ("num_hidden_layers", "depth"),
@@ -49,10 +50,17 @@ class VisionModuleFamily(VisionLanguageFamily):
     Attributes:
         encoder: name of the vision encoder in transformers' model.
         decoder: name of the text model in transformers' model.
+        caps_logits: the whole model has the text model's soft cap of logits.
     """
 
     encoder: str = "vision_tower"
     decoder: str = "language_model"
+    caps_logits: bool = False
+
+    @property
+    def _ignored_text_settings(self) -> dict[str, Any]:
+        """Text settings that transformers ignores in this model, with neutral values."""
+        return {k: v for k, v in _NEUTRAL.items() if k != _CAP or not self.caps_logits}
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a vision-language model's config.json describes.
@@ -98,7 +106,7 @@ class VisionModuleFamily(VisionLanguageFamily):
         config = build_vision_language_config(raw)
         inner: dict[str, Any] = config.text_config.to_dict()
         found = inner | dict(raw.get("text_config") or {}) | {_TIED: bool(config.tie_word_embeddings)}
-        return found | {key: value for key, value in _NEUTRAL.items() if key in found or not value}
+        return found | {key: value for key, value in self._ignored_text_settings.items() if key in found or not value}
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that transformers does not read for its `model_type`.
@@ -139,11 +147,11 @@ class VisionModuleFamily(VisionLanguageFamily):
         assert model.vision.module is not None
         raw = model.vision.module.config
         given, text = raw.get("text_config") or {}, self.text_family.write_config_json(text_only_config(model))
-        ignored = {key: given[key] for key in _NEUTRAL if key in given}
+        ignored = {key: given[key] for key in self._ignored_text_settings if key in given}
         return {**raw, "text_config": {**given, **text, **ignored}, _TIED: model.tie_embeddings}
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return {name on disk: DiskTensor} of the tensors of a vision-language model; see `VisionLanguageFamily`."""
+        """Return {name on disk: DiskTensor} of a vision-language model; vision tensors are stored as they are in `model`."""
         shapes = [name for name in canonical_tensors(model) if name.startswith((TOWER, PROJECTOR))]
         tower = [name.removeprefix(TOWER) for name in shapes if name.startswith(TOWER)]
         outer = [name.removeprefix(PROJECTOR) for name in shapes if name.startswith(PROJECTOR)]
@@ -189,6 +197,30 @@ class Gemma4VisionFamily(OptionalVisionFamily):
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
         return [*super().unread_keys(raw), *(["audio_config"] if raw.get("audio_config") else [])]
+
+
+@dataclass(frozen=True)
+class PaliGemmaFamily(VisionModuleFamily):
+    """Declaration of PaliGemma (arXiv:2407.07726, arXiv:2412.03555), in which all tokens of a prompt attend to each other."""
+
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`."""
+        model = super().read_config_json(raw, source)
+        assert model.vision is not None
+        vision = model.vision.model_copy(update={"bidirectional": True, "bidirectional_prompt": True})
+        return model.model_copy(update={"vision": vision})
+
+    def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the text model's section of config.json; see `VisionModuleFamily.text_config_of`.
+        Its `use_bidirectional_attention` is left out, which has no effect with the masks of the whole model.
+        """
+        return super().text_config_of(raw) | {"use_bidirectional_attention": None}
+
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
+        """Return the keys of a config.json that are not read, without those that transformers writes and computes anew."""
+        return [
+            key for key in super().unread_keys(raw) if key not in ("vision_config.projection_dim", "num_image_tokens")
+        ]
 
 
 def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
@@ -264,11 +296,20 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     vision_module_family("vipllava", "VipLlava", legacy=True),
     vision_module_family("exaone4_5", "Exaone4_5_", encoder="visual"),
     vision_module_family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    PaliGemmaFamily(
+        name="paligemma",
+        architecture="PaliGemmaForConditionalGeneration",
+        entries=(),
+        styles=_styles("vision_tower", "language_model", legacy=True),
+        caps_logits=True,
+        buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)",
+    ),
     Gemma4VisionFamily(
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
         entries=(),
         styles=_styles("vision_tower", "language_model", legacy=False),
+        caps_logits=True,
         buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)|(model\.)?(audio_tower|embed_audio)\..*",
     ),
     OptionalVisionFamily(
@@ -299,5 +340,4 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
 # Types whose images enter in another way than by features in place of placeholders.
 REFUSED: Mapping[str, str] = {
     "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
-    "paligemma": "tokens of a prompt attend to later ones",
 }

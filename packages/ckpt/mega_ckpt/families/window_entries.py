@@ -40,9 +40,7 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's `sliding_window` with its value, or no key if the family has no windows.
-        Raises ConfigMismatchError for a window in a family without windows.
-        """
+        """Return the key `sliding_window`; no key if the family has no windows, and then ConfigMismatchError for a window."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -193,9 +191,7 @@ class RopeInWindowsEntry:
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `layer_types` and `sliding_window` of sliding-window layers with RoPE.
-        Raises ConfigMismatchError unless exactly the full-attention layers lack rotary positions.
-        """
+        """Return `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the full-attention layers lack RoPE."""
         layers = range(model.num_layers)
         full = [layer for layer in layers if model.get_attention_window(layer) is None]
         unrotated = [layer for layer in layers if not model.has_rotary_positions(layer)]
@@ -227,9 +223,8 @@ def build_window_layer_types(full: Sequence[bool]) -> list[str]:
 
 
 def build_sliding_window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the `ModelConfig` fields of sliding windows for a list of transformers' layer types.
-    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`. Raises ConfigMismatchError for
-    other types, another number of layers, and windows without a size.
+    """Return `sliding_window` and `full_attention_layers` for transformers' layer types, the list `kinds`.
+    Raises ConfigMismatchError for other types, another number of layers, and windows without a size.
     """
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
         unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds

@@ -76,8 +76,8 @@ class MimoHeadsEntry:
         return {**windows, **heads, "attention_sinks": True, "full_attention": full_layers}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of windows and heads.
-        Raises ConfigMismatchError unless layers with a window alone have sinks, and twice as many key/value heads.
+        """Return the keys of windows and heads; ConfigMismatchError unless layers with a window alone have sinks.
+        Raises ConfigMismatchError also unless those layers have twice as many key/value heads.
         """
         windowed, size = _windowed_layers(model), model.query_key_head_dim
         layers = [model.get_layer_config(layer) for layer in range(model.num_layers)]
@@ -92,19 +92,19 @@ class MimoHeadsEntry:
 
 
 @dataclass(frozen=True)
-class NullIsOneEntry:
-    """Translation to and from config.json of the factor on experts' routing weights, which is 1 if the key is null."""
+class RoutedScalingFactorEntry:
+    """Translation to and from config.json of `routed_scaling_factor`, a factor on experts' routing weights; null means 1."""
 
     handled_config_keys: frozenset[str] = frozenset({"routed_scaling_factor"})
     handled_model_fields: frozenset[str] = frozenset({"scaling"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `scaling`."""
+        """Return the `MoeConfig` field `scaling` from `routed_scaling_factor` of config.json; 1 if it is null or absent."""
         scaling = raw.get("routed_scaling_factor")
         return {"scaling": 1.0 if scaling is None else scaling}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key of the factor."""
+        """Return the config.json key `routed_scaling_factor`, the factor on the experts' routing weights."""
         return {"routed_scaling_factor": model.scaling}
 
 
@@ -116,12 +116,12 @@ class ValueScaleEntry:
     handled_model_fields: frozenset[str] = frozenset({"value_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` field `value_scale`."""
+        """Return the `ModelConfig` field `value_scale` from config.json: 0.707 if the key is absent, 1 if it is null."""
         scale = raw.get("attention_value_scale", 0.707)
         return {"value_scale": 1.0 if scale is None else scale}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the factor on values."""
+        """Return the config.json key of the factor on values, null for a factor of 1."""
         assert isinstance(model, ModelConfig)
         return {"attention_value_scale": None if model.value_scale == 1 else model.value_scale}
 
@@ -150,7 +150,7 @@ MIMO_V2_FLASH = ModelFamily(
         MoeSectionEntry(
             (
                 *exclude_entries_of_fields(build_sigmoid_router_config_entries(256, 8, 1.0, True), "scaling"),
-                NullIsOneEntry(),
+                RoutedScalingFactorEntry(),
             ),
             MlpLayerTypesEntry(1),
         ),
@@ -182,9 +182,7 @@ class LagunaHeadsEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of windows and heads.
-        Raises ConfigMismatchError if query heads differ among layers with a window, or among layers without.
-        """
+        """Return `ModelConfig` fields of windows and heads; ConfigMismatchError if query heads differ in layers of one kind."""
         windows, heads, layers = (
             self.windows.fields_from_config(raw),
             self.heads.fields_from_config(raw),
@@ -203,9 +201,7 @@ class LagunaHeadsEntry:
         return {**windows, **heads, "num_attention_heads": query, "full_attention": full}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of windows and heads.
-        Raises ConfigMismatchError if key/value heads differ by layer.
-        """
+        """Return the config.json keys of windows and heads; ConfigMismatchError if key/value heads differ by layer."""
         layers = [model.get_layer_config(layer) for layer in range(model.num_layers)]
         if len({(layer.key_value_heads, layer.query_key_head_dim, layer.attention_sinks) for layer in layers}) > 1:
             raise ConfigMismatchError("full_attention must have the key/value heads and sinks of the other layers")
@@ -229,7 +225,7 @@ class SoftplusGateEntry:
         return {"softplus_gate": "head" if gating is True or gating == "per-head" else "channel"}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the gate; ConfigMismatchError for a model without one."""
+        """Return the key `gating` of config.json; ConfigMismatchError for a model without a gate on the output of attention."""
         if model.softplus_gate is None:
             raise ConfigMismatchError("softplus_gate is missing (all models of this family have one)")
         return {"gating": True if model.softplus_gate == "head" else "per-element"}
@@ -243,12 +239,12 @@ class RouterSoftcapEntry:
     handled_model_fields: frozenset[str] = frozenset({"logit_softcap"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `MoeConfig` field `logit_softcap`."""
+        """Return the `MoeConfig` field `logit_softcap` from config.json; None if the key is 0 or absent."""
         cap = raw.get("moe_router_logit_softcapping", 0.0)
         return {"logit_softcap": cap if cap > 0 else None}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json key of the cap."""
+        """Return the config.json key of the soft cap of router logits, 0 for a model without one."""
         return {"moe_router_logit_softcapping": model.logit_softcap or 0.0}
 
 

@@ -83,7 +83,7 @@ BY_NUMBER = "the moments are stored by parameter number"
 def attach_adam_moments(
     path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]
 ) -> NamedAdamState:
-    """Return `weights` with the Adam moments of a torch optimizer's state dict.
+    """Return `weights` with a torch optimizer's Adam moments, or with the `missing_reason` if these do not match the weights.
     The numbered parameters of the state dict, `optimizer`, are in the order of `weights`.
     """
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
@@ -93,9 +93,8 @@ def attach_adam_moments(
 def match_adam_moments_to_names(
     path: Path, held: Mapping[str, LazyTensor], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
 ) -> NamedAdamState:
-    """Return weights with the Adam moments of a torch optimizer's state dict, by weight name.
-    The weights are `held`, the state dict is `optimizer`. If the order of its numbered parameters is unknown, the
-    result has no moments but the reason.
+    """Return weights with a torch optimizer's Adam moments by name, or with the `missing_reason` if no order of names fits.
+    The weights are `held`, the state dict is `optimizer`.
 
     Args:
         path: the file of the moments, for messages.

@@ -32,9 +32,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class StoredTensorSlice:
-    """A rectangle of a tensor stored in some file.
-    It has the offset and shape within the tensor, and a function that reads it.
-    """
+    """A rectangle of a tensor stored in some file: its offset and shape within the tensor, and a function that reads it."""
 
     offset: TensorShape
     shape: TensorShape
@@ -52,10 +50,7 @@ class DcpSavedTensor:
     chunks: Sequence[StoredTensorSlice]
 
     def read(self) -> Tensor:
-        """Read the whole tensor from the folder of torch.distributed.checkpoint (DCP).
-        The tensor is memory-mapped if it is stored as one rectangle, else assembled. Raises CheckpointError if elements
-        are missing.
-        """
+        """Return the whole tensor, memory-mapped if stored as one rectangle; CheckpointError if elements are missing."""
         held = sum(math.prod(chunk.shape) for chunk in self.chunks)
         if held < math.prod(self.shape):
             raise CheckpointError(

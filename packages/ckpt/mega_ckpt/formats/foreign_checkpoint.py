@@ -30,34 +30,33 @@ _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind
 
 
 def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
-    """Read the weights and Adam moments that another trainer saved in `folder`.
+    """Read weights and Adam moments that another trainer (such as DeepSpeed or FSDP) saved in `folder`; None if there are none.
     Supported are torch.distributed.checkpoint, DeepSpeed, and .ckpt or .pth files. Names have no module wrappers.
-    Returns None for any other folder.
 
     Raises:
         CheckpointError: when files are missing, damaged or ambiguous.
     """
     for inside in _candidate_folders(folder):
         if (inside / dcp.METADATA).is_file():
-            return _read_dcp_state(inside).rename_weights(strip_module_wrapper_prefixes)
+            return _read_dcp_state(inside).rename_weights(remove_module_wrapper_parts)
         if (inside / "zero").is_dir():
-            return read_universal_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
+            return read_universal_checkpoint(inside).rename_weights(remove_module_wrapper_parts)
         if any(inside.glob(MODEL_STATES)):
-            return read_zero_checkpoint(inside).rename_weights(strip_module_wrapper_prefixes)
+            return read_zero_checkpoint(inside).rename_weights(remove_module_wrapper_parts)
     archives = sorted(path for pattern in ("*.ckpt", "*.pth") for path in folder.glob(pattern))
     if len(archives) > 1:
         names = ", ".join(path.name for path in archives)
         raise CheckpointError(f"{folder}: has several checkpoints: {names}", hint="keep only one in the folder")
-    return _read_archive_state(archives[0]).rename_weights(strip_module_wrapper_prefixes) if archives else None
+    return _read_archive_state(archives[0]).rename_weights(remove_module_wrapper_parts) if archives else None
 
 
-def strip_module_wrapper_prefixes(name: str) -> str:
+def remove_module_wrapper_parts(name: str) -> str:
     """Return a tensor's name without the parts that module wrappers such as DDP insert (`WRAPPERS`)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def strip_common_prefix(tensors: Mapping[str, LazyTensor], expected: Collection[str]) -> Mapping[str, LazyTensor]:
-    """Remove from all tensor names the prefix whose removal makes most of them match the `expected` names."""
+    """Return `tensors` with the prefix removed from their names that makes most of them match the `expected` names."""
     counts = Counter(name[:at] for name in tensors for at in _part_offsets(name) if name[at:] in expected)
     best = max(["", *counts], key=lambda prefix: (counts[prefix], -len(prefix)))
     return {name.removeprefix(best): stored for name, stored in tensors.items()}

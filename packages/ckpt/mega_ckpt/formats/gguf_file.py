@@ -38,7 +38,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def check_gguf_header(path: Path) -> None:
-    """Check that the counts, lengths and dimensions in a GGUF file's header fit its size.
+    """Raise `ValueError` unless the counts, lengths and dimensions in a GGUF file's header fit its size.
 
     Raises:
         ValueError: naming the count that does not fit.

@@ -56,7 +56,7 @@ class GgufDescription:
 
 
 def describe_model_as_gguf(model: ModelConfig, kind: str) -> GgufDescription:
-    """Return the description of `model` in the first architecture of llama.cpp that can express it.
+    """Return the GGUF description of `model` in llama.cpp's first architecture that can express it; an error if none can.
 
     Args:
         model: configuration of the model.

@@ -53,8 +53,8 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def build_tokenizer_files_from_gguf(file: GgufModel) -> Mapping[str, bytes]:
-    """Build tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
-    The chat template is included. For an unsupported tokenizer, log a warning and return an empty mapping.
+    """Return tokenizer.json and tokenizer_config.json from GGUF metadata; empty, with a warning, for an unsupported tokenizer.
+    The chat template is included.
 
     Raises:
         CheckpointError: when the metadata lacks a part of the tokenizer, or a part has the wrong type.

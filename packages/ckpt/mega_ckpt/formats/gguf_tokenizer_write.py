@@ -31,7 +31,7 @@ _SAMPLES = (
 def build_gguf_tokenizer_metadata(
     files: Mapping[str, Path | bytes], vocab_size: int, architecture: str, source: object
 ) -> dict[str, Any]:
-    """Return the metadata `tokenizer.*` of a model with `vocab_size` tokens from the files of its folder.
+    """Return the GGUF metadata `tokenizer.*` of a folder's tokenizer.json; an error if llama.cpp has no equivalent one.
 
     Args:
         files: files that accompany the weights.

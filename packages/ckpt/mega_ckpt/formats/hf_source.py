@@ -114,8 +114,8 @@ class HfSource(DiskWeightSource):
         return {**found, LAYOUT: encode_hf_headers({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTrainingState | None:
-        """Return the optimizer state that another trainer saved in the HuggingFace folder.
-        The state is for a run with weights of type `dtype`. Returns None if only a model was saved.
+        """Return another trainer's optimizer state in the folder, converted to mega's layout; None if it has only a model.
+        The state is for a run with weights of type `dtype`.
 
         Raises:
             OptimizerNotConverted: with the reason, if another trainer's state cannot be converted.
@@ -181,7 +181,7 @@ def build_checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that a folder has at least as many tensors as its config has layers and experts.
+    """Raise CheckpointError if a folder has fewer tensors than its config has layers, or experts stored one by one.
     It is a quick check before a tensor table is built; `held` is the number of tensors.
 
     Raises:
@@ -199,9 +199,8 @@ def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, sour
 def check_tensor_table(
     table: Mapping[str, DiskTensor], held: Mapping[str, TensorShape], source: object, kind: str, config: str = CONFIG
 ) -> None:
-    """Check that a folder's tensors are exactly the expected ones.
-    The folder's tensors are `held` (disk names with shapes), the expected ones `table`. `kind` and `config` name the
-    model family and its settings file in errors.
+    """Raise CheckpointError unless the tensors `held` in a folder have exactly the names and shapes of `table`.
+    `kind` and `config` name the model family and its settings file in errors.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -345,8 +344,7 @@ def check_settings_files(paths: Iterable[Location]) -> None:
 
 
 def read_asset_files(folder: Location) -> dict[str, Path | bytes]:
-    """Return the files of a HuggingFace folder that accompany the weights.
-    Examples are tokenizer files and chat templates. The result is {relative path: file or content}.
+    """Return {relative path: file or content} of the tokenizer, template and other files that accompany a model's weights.
 
     Raises:
         CheckpointError: as `check_settings_files`.

@@ -15,7 +15,7 @@ import torch
 
 from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, read_hf_adam_state, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
-from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_module_wrapper_prefixes
+from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, remove_module_wrapper_parts
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
 from mega_ckpt.formats.torch_archive import load_state_tensors
 from mega_common.bounded_parsing import describe_json_type, explain_read_error, parse_json_text
@@ -60,7 +60,7 @@ def open_weight_files(folder: Location) -> WeightFiles:
             wrappers.
     """
     files = _open_files(folder)
-    names = {name: strip_module_wrapper_prefixes(name) for name in files.tensors}
+    names = {name: remove_module_wrapper_parts(name) for name in files.tensors}
     wrapped = [name for name, bare in names.items() if name != bare]
     if not wrapped:
         return files
@@ -73,7 +73,7 @@ def open_weight_files(folder: Location) -> WeightFiles:
 
     def read_adam_state() -> NamedAdamState | None:
         state = files.read_adam_state()
-        return None if state is None else state.rename_weights(strip_module_wrapper_prefixes)
+        return None if state is None else state.rename_weights(remove_module_wrapper_parts)
 
     tensors = {names[name]: stored for name, stored in files.tensors.items()}
     # without headers: a folder written from these weights has the names of the model

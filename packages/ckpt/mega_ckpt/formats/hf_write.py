@@ -98,7 +98,7 @@ class OriginalHfFolder:
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """The content of the original HuggingFace folder's config.json; empty if there is none."""
+        """The content of the original HuggingFace folder's config.json; empty if it is missing or not a JSON object."""
         try:
             raw = json.loads(self.config or b"{}")
         except (ValueError, RecursionError):
@@ -115,8 +115,7 @@ class OriginalHfFolder:
     def describe_model(
         self, model: ModelConfig, families: Sequence[ModelFamily] = ()
     ) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model configuration that the original HuggingFace folder describes.
-        They are read from its config.json. Returns None if it describes no supported model.
+        """Return the family and the model configuration that the folder's config.json describes; None for an unsupported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
         `model` have them. `families` come from extensions.
@@ -260,7 +259,7 @@ def write_hf_folder(
     advance: Callable[[int], object],
     once: RunOnce = write_without_journal,
 ) -> None:
-    """Write the files of `plan` into an existing HuggingFace folder, one tensor in memory at a time; durable on return.
+    """Write the files of `plan` into an existing folder, one tensor in memory at a time; durable on return.
 
     `once` skips safetensors files that are already complete; all other files are written.
     """

@@ -47,9 +47,9 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of a BERT from Megatron's arguments.
-        They are `causal`, `token_types`, `masked_lm`, `pooler` and `sentence_pairs`; other models have none. The
-        sentence-order head implies two segment types.
+        """Return the `ModelConfig` fields of a BERT from Megatron's arguments; empty for other models.
+        They are `causal`, `token_types`, `masked_lm`, `pooler` and `sentence_pairs`. The sentence-order head implies two
+        segment types.
         """
         if not raw.get("is_encoder"):
             return {}
@@ -76,9 +76,8 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of a T5 from Megatron's arguments.
-        They are `num_layers`, `encoder` and, for relative positions, `position` and `relative`. There are none unless
-        `is_encoder_decoder` is set.
+        """Return the `ModelConfig` fields of a T5 from Megatron's arguments; empty unless `is_encoder_decoder` is set.
+        They are `num_layers`, `encoder` and, for relative positions, `position` and `relative`.
         """
         if not raw.get("is_encoder_decoder"):
             return {}
@@ -131,9 +130,9 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of a hybrid model from Megatron's arguments.
-        They are `num_layers`, `layers` and `mamba`. A model of transformer layers has none. Raises ConfigMismatchError
-        for an invalid pattern, gated delta nets, and MTP layers.
+        """Return the `ModelConfig` fields of a hybrid model from Megatron's arguments; empty for a model of transformer layers.
+        They are `num_layers`, `layers` and `mamba`. Raises ConfigMismatchError for an invalid pattern, gated delta nets,
+        and MTP layers.
         """
         try:
             pattern = build_hybrid_pattern(raw)
@@ -151,8 +150,9 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes.
-        Raises ConfigMismatchError for layers and Mamba-2 settings that Megatron's hybrid model does not have.
+        """Return Megatron's arguments of layer kinds: the hybrid pattern and Mamba-2 sizes, or `is_hybrid_model: False`.
+        The pattern is `hybrid_override_pattern`, which all versions read. Raises ConfigMismatchError for layers and Mamba-2
+        settings that Megatron's hybrid model does not have.
         """
         if model.layers is None:
             return {"is_hybrid_model": False}
@@ -280,7 +280,7 @@ def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[
 
 
 def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return Megatron's arguments (`args` of its checkpoints) for a model.
+    """Return Megatron's arguments (`args` of its checkpoints) for a model; a CheckpointError for settings that Megatron lacks.
     They are those of a run of `model` with tensor parallel size `tp` and pipeline parallel size `pp`.
 
     Raises:
@@ -335,7 +335,5 @@ def _list_differences(one: ConfigDict, other: ConfigDict) -> list[str]:
 
 
 def padded_vocab_size(size: int, tp: int) -> int:
-    """Return the rows of the embedding that Megatron allocates for a vocabulary of `size`.
-    They are the next multiple of 128 times `tp`.
-    """
+    """Return the rows of Megatron's embedding for a vocabulary of `size`: the next multiple of 128 times `tp`."""
     return -(-size // (DIVISOR * tp)) * DIVISOR * tp

@@ -183,7 +183,7 @@ def read_megatron_optimizer_state(
     model: ModelConfig,
     dtype: torch.dtype,
 ) -> ConvertedTrainingState:
-    """Return the optimizer state in the contents of a Megatron checkpoint.
+    """Return the Adam state in the contents of a Megatron checkpoint; OptimizerNotConverted if it has none or another's.
     The state is for weights of type `dtype`; `parts` are the model's tensors in Megatron.
 
     Raises:

@@ -22,9 +22,7 @@ class MegatronMultiKeyEntry:
 
 @dataclass(frozen=True)
 class MegatronSizesEntry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's sizes that have defaults computed at startup.
-    They are MLP width, key/value heads, head dimension and vocabulary.
-    """
+    """Mapping of Megatron's MLP width, key/value heads, head dimension and vocabulary, whose defaults are computed at startup."""
 
     handled_config_keys: frozenset[str] = split_words(
         "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size"
@@ -32,9 +30,8 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of sizes from Megatron's arguments.
-        They are MLP width, key/value heads, head dimension and vocabulary; `vocab_size` is the padded one if only that
-        is given.
+        """Return the MLP width, key/value heads, head dimension and vocabulary from Megatron's arguments.
+        `vocab_size` is the padded one if only that is given.
         """
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
@@ -42,9 +39,7 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of sizes as numbers, with defaults filled in.
-        They are MLP width, key/value heads, head dimension and vocabulary.
-        """
+        """Return Megatron's arguments of MLP width, key/value heads, head dimension and vocabulary, with defaults filled in."""
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
             "group_query_attention": model.key_value_heads != model.num_attention_heads,
@@ -156,9 +151,7 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of attention windows.
-        They are `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for full attention.
-        """
+        """Return Megatron's `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for others."""
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
         ]
@@ -335,9 +328,8 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments.
-        There are none without multi-token prediction (MTP) layers, since the loss weight then has no effect. Raises
-        ConfigMismatchError for other MTP arguments.
+        """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments; empty without MTP layers.
+        Raises ConfigMismatchError for other arguments of multi-token prediction (MTP).
         """
         if not (count := count_mtp_layers(raw)):
             return {}

@@ -295,9 +295,8 @@ def _grouped_part(
 
 
 def get_megatron_layer_prefix(model: ModelConfig, index: int) -> str:
-    """Return Megatron's name prefix of the tensors of a layer.
-    The prefix of layer `index` is `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted within encoder or
-    decoder.
+    """Return the prefix of a layer's tensor names in Megatron: `decoder.layers.{i}.` or `encoder.layers.{i}.`.
+    The layer with this `index` in the model is number i within encoder or decoder.
     """
     first = model.encoder.num_layers if model.encoder else 0
     encodes = not model.causal or index < first
@@ -305,7 +304,7 @@ def get_megatron_layer_prefix(model: ModelConfig, index: int) -> str:
 
 
 def count_encoder_or_decoder_layers(model: ModelConfig, stack: str) -> int:
-    """Return the number of layers of a T5's `stack`, "encoder.layers." or "decoder.layers."; of other models all."""
+    """Return the layers of a T5's `stack` ("encoder.layers." or "decoder.layers."); for other models the number of all layers."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
@@ -363,9 +362,8 @@ def is_hybrid_model(model: ModelConfig) -> bool:
 
 
 def split_megatron_layer_prefix(name: str) -> tuple[str, str]:
-    """Split a Megatron tensor name into its layer prefix and the rest.
-    The result is ('decoder.layers.3.', rest), without a number ('decoder.layers.', rest), for encoders accordingly, or
-    ('', name) outside layers.
+    """Split a Megatron tensor name into its layer prefix, such as `decoder.layers.3.`, and the rest; ("", name) outside layers.
+    Without a number the prefix is `decoder.layers.`; an encoder has `encoder.layers.`.
 
     In the transformer layer of an MTP layer it is ('mtp.layers.0.transformer_layer.', rest), also in versions that call
     it `mtp_model_layer`.

@@ -130,8 +130,8 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mla"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of multi-head latent attention (MLA) from Megatron's arguments.
-        They are the section `mla`, and the attention and rotary fields that it implies. There are none without MLA.
+        """Return the `ModelConfig` fields of multi-head latent attention (MLA) from Megatron's arguments; empty without MLA.
+        They are the section `mla`, and the attention and rotary fields that it implies.
         """
         if not raw.get("multi_latent_attention"):
             return {}

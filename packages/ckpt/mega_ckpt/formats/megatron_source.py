@@ -43,8 +43,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_nemo_or_bridge_args(folder: Path) -> dict[str, Any]:
-    """Return Megatron's `args` from the model settings that NeMo or Megatron-Bridge saved with a checkpoint.
-    The checkpoint's iteration folder is `folder`. The result is empty without such files.
+    """Return Megatron's `args` from the model settings of NeMo or Megatron-Bridge in a checkpoint; empty if it has none.
+    The checkpoint's iteration folder is `folder`.
 
     Raises:
         CheckpointError: when Megatron's arguments cannot express the activation.
@@ -96,8 +96,7 @@ def is_megatron_folder(folder: Path) -> bool:
 
 
 def find_megatron_iteration_folder(folder: Path) -> Path:
-    """Return the folder of one iteration of a Megatron checkpoint.
-    It is `folder` itself, the one that its tracker file names, or NeMo's weights folder.
+    """Return the folder of one iteration: `folder` itself, the one that its tracker file names, or NeMo's weights folder.
 
     Raises:
         CheckpointError: when the tracker is missing, empty or names a missing folder.

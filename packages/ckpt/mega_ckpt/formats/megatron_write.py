@@ -107,9 +107,7 @@ def write_megatron_release_folder(
 
 @contextlib.contextmanager
 def open_durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that yields a new binary file to write, which is flushed to disk on exit.
-    An existing file is an error.
-    """
+    """Context manager that yields a new binary file to write, flushed to disk on exit; an existing file is an error."""
     with add_path_to_errors(path), open(path, "xb") as stream:
         yield stream
         stream.flush()
@@ -119,7 +117,7 @@ def open_durable_file(path: Path) -> Iterator[IO[bytes]]:
 def check_megatron_parallel_sizes(
     model: ModelConfig, parts: Sequence[MegatronTensorMapping], tp: int, pp: int, *, ranks: bool, local: bool
 ) -> None:
-    """Reject tensor and pipeline parallel sizes with which Megatron cannot load the model.
+    """Raise CheckpointError if Megatron cannot load the model with these tensor and pipeline parallel sizes.
 
     Args:
         model: the model to write.

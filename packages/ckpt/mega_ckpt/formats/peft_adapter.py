@@ -106,9 +106,7 @@ class PeftModule:
         return torch.cat(out)
 
     def split_adapter(self, a: Tensor, b: Tensor, magnitude: Tensor | None) -> dict[str, Tensor]:
-        """Split the adapter of a transformers module into tensors of the module's projections.
-        The adapter is A, B and the DoRA magnitude. The result is {canonical name: tensor}.
-        """
+        """Split a module's adapter (A, B, DoRA magnitude) into adapters of its projections, as {canonical name: tensor}."""
         rows = torch.split(b, [slab.shape[0] for slab in self.disk.slabs])
         out: dict[str, Tensor] = {}
         for part in self.projection_names:
@@ -177,8 +175,7 @@ def _check_saved_modules(
 
 
 def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
-    """Return the LoRA adapter in a PEFT folder.
-    The adapter was trained on `base`.
+    """Return the LoRA adapter in a PEFT folder, trained on `base`; CheckpointError if it is of another model.
 
     Raises:
         CheckpointError: naming an unsupported option or tensor, or one of another model.

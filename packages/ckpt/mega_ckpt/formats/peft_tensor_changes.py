@@ -78,7 +78,7 @@ class _PeftOptions(StrictConfig):
 
 
 def check_peft_options(config: Mapping[str, Any], where: object) -> None:
-    """Reject an adapter_config.json of PEFT with options that mega does not support.
+    """Raise CheckpointError if PEFT's adapter_config.json has options that mega does not support.
     These are options that change the adapter's result in a way that mega does not implement; `config` is the file's
     content.
 
@@ -110,7 +110,7 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
 
 
 def get_lora_alpha_of_module(config: Mapping[str, Any], module: str) -> float:
-    """Return the LoRA alpha of a module, by its name in transformers.
+    """Return the LoRA alpha that an adapter_config.json gives a module, by its name in transformers.
     The alpha is from the first pattern in `alpha_pattern` that matches, else `lora_alpha`. For a weight in
     `target_parameters`, PEFT matches the name of the parameter.
     """
@@ -256,8 +256,7 @@ def take_peft_tensor_changes(
     config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
     base: WeightSource, family: ModelFamily, where: str,
 ) -> PeftChangedTensors:  # fmt: skip
-    """Take the tensors of a PEFT file that replace or change tensors of `base`.
-    They are removed from `left` ({tensor name: key in the file}) and returned as changes.
+    """Remove from `left` the keys of a PEFT file that replace or change tensors of `base`, and return the changed tensors.
 
     Args:
         config: adapter_config.json.

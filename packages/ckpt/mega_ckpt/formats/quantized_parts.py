@@ -46,7 +46,7 @@ class QuantizedWeightPart:
     def encode_row_blocks(
         self, shape: TensorShape, rows: Iterable[Tensor], other_parts: dict[str, Tensor]
     ) -> Iterator[Tensor]:
-        """Yield one part of a quantized weight, such as its codes, from blocks of its rows in fp32.
+        """Yield this part of a quantized weight from blocks of its rows in fp32, and put its smaller parts into `other_parts`.
         The weight has the shape `shape`. Complete smaller parts are put into `other_parts` by disk name, so that scales
         are computed once.
         """
@@ -63,7 +63,7 @@ class QuantizedWeightPart:
 
 
 def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQuantizer:
-    """Return the quantization with a name of `weight_quantization`, after a check that the linear layers support it.
+    """Return the quantization named `quantize`; CheckpointError if a linear layer of the model does not support it.
     `quantize` is the name, and `table` maps disk names to the canonical tensors in them.
 
     Raises:
@@ -98,7 +98,7 @@ def _find_linear_weights(table: Mapping[str, DiskTensor]) -> dict[str, DiskTenso
 
 
 class Calibration(Protocol):
-    """Inputs of the linear layers of a model on calibration data; its text form differs for other data."""
+    """Interface of calibration data: second moments of the inputs of linear layers; its text form differs for other data."""
 
     @property
     def description(self) -> str:
@@ -115,7 +115,7 @@ def quantize_calibrated_weights(
     calibration: Calibration,
     read_rows: Callable[[DiskTensor], Iterable[Tensor]],
 ) -> dict[str, EncodedParts]:
-    """Return the parts of the weights whose inputs the calibration data give, rounded by them, by disk name.
+    """Return {disk name: parts} of the weights that the calibration data cover, rounded by the moments of their inputs (GPTQ).
 
     Args:
         tensors: unquantized dtypes and shapes.

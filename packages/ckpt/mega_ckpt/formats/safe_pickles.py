@@ -136,7 +136,7 @@ def load_untrusted_pickle(
     replace: dict[str, Callable[..., Any]] | None = None,
     stored: Callable[[Any], Any] = _reject_persistent_id,
 ) -> Any:
-    """Load a pickle without running code in it.
+    """Load a pickle without running code in it; CheckpointError for a name that is not allowed, or damage.
 
     The result has builtin containers and `PickledObjectPlaceholder` placeholders.
 
@@ -145,9 +145,6 @@ def load_untrusted_pickle(
         source: name of the pickle in errors.
         replace: functions that replace some names, {name: function}.
         stored: resolves persistent ids.
-
-    Raises:
-        CheckpointError: when it has a function or class that is not allowed, or is damaged.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:

@@ -118,7 +118,7 @@ def open_file_range(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
 
 
 def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
-    """Load the content of a `torch.save` archive without running code in it.
+    """Load the content of a `torch.save` archive without running code in it; tensors become unread `StoredTensor`s.
     The archive is `path[begin:end]`. The result has containers, `PickledObjectPlaceholder` placeholders, and `StoredTensor`s for
     tensors.
 

@@ -41,7 +41,7 @@ _SIZES = {
 
 
 def get_causal_lm_class(model_type: str) -> Any:
-    """Return the class of causal language models of a model type.
+    """Return transformers' class of causal language models for a model type; a CheckpointError if it has none.
 
     Raises:
         CheckpointError: when the installed transformers has none.

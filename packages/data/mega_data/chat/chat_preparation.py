@@ -54,10 +54,7 @@ class EncodedText(NamedTuple):
 
 
 class EncodedChats(NamedTuple):
-    """Result of encoding chats to token ids.
-    It has token arrays of each chat's texts, the number of answers cut by the length limit, and the number of chats per
-    note for the log.
-    """
+    """Token arrays of each chat's texts (none if no answer is left), number of truncated answers, and chats per note."""
 
     texts: list[list[npt.NDArray[Any]]]
     cut: int
@@ -82,7 +79,7 @@ class ChatEncoder:
         self._leads = (*LEADS, *UNMERGED, *(token.content for token in added if token.special))
 
     def encode_chats(self, chats: Sequence[tuple[RenderedChat, ...]], dtype: npt.DTypeLike) -> EncodedChats:
-        """Encode each chat to token arrays with loss mask bytes.
+        """Encode each chat to token arrays with loss mask bytes, none if a text has no token left that counts in the loss.
         A chat is one text, or the chosen and rejected texts of a pair. Ids are stored as `dtype`.
 
         If one text of a chat has no token left that counts in the loss, the chat is empty.
@@ -261,9 +258,7 @@ class ChatRecordConverter:
             )
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
-        """Return a record as a document with its rendered conversations in `chats`, for `build_text_batches`.
-        Returns a `RejectedItem` if the record has no valid conversation.
-        """
+        """Return a record as a document with rendered conversations in `chats`, or a `RejectedItem` if it is not valid."""
         if isinstance(item, RejectedItem):
             return item
         options = self._options

@@ -95,7 +95,7 @@ def parse_chat_record(
 
 
 def parse_json_record(text: str, columns: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the values of a JSON record that are not null, by key or, with `columns`, by role.
+    """Return the non-null values of the JSON object `text`, by key or with `columns` by role; a DataError for other texts.
 
     Raises:
         DataError: if the text is not a JSON object, or has no such column.
@@ -111,7 +111,7 @@ def parse_json_record(text: str, columns: Mapping[str, str] | None) -> dict[str,
 
 
 def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of a record by role, from the `columns` that name them; `a.b` is `b` in the object `a`.
+    """Return the values of a record by role, from the columns that name them (`a.b`: nested); a DataError if one is missing.
 
     Raises:
         DataError: if the record has no such column.
@@ -124,9 +124,9 @@ def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) ->
 
 
 def detect_record_form(record: Any) -> tuple[str, str | None]:
-    """Return the form of a JSON record by its keys, and the dataset kind that reads it.
-    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`, `groups`,
-    `text`, or None for an unknown form.
+    """Return a description of a JSON record's form, by its keys, and the dataset kind that reads it, or None.
+    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`,
+    `groups` or `text`.
     """
     keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
     answer = next((key for key in ANSWERS if key in keys), None)

@@ -65,7 +65,7 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     def check_syntax(self, source: str) -> None:
-        """Raise DataError if a template is empty, is not valid Jinja, or exceeds the time or memory limit.
+        """Raise DataError, naming `source`, if a template is empty, not valid Jinja, or exceeds the time or memory limit.
 
         Raises:
             DataError: naming the `source` of the templates.
@@ -133,7 +133,7 @@ class ChatTemplate:
         return "\n".join(self._templates.values())
 
     def select_template(self, name: str) -> ChatTemplate:
-        """Return this chat template with the template called `name` as the default one.
+        """Return a copy of this chat template with only the template called `name`, as the default one.
 
         Raises:
             DataError: naming the templates there are.
@@ -273,9 +273,8 @@ class ChatTemplate:
 def read_chat_template(
     tokenizer: Path, file: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """Return the chat template of a file, or of a tokenizer's folder.
-    Without `file`, the template is the one in the folder of the `tokenizer.json` at `tokenizer`. `options` are passed to
-    each rendering.
+    """Return the chat template in `file`, or else in the folder of `tokenizer` (tokenizer.json); an error if there is none.
+    `options` are passed to each rendering.
 
     Raises:
         DataError: if there is none, or it cannot be read.
@@ -301,8 +300,8 @@ def read_chat_template(
 
 @contextlib.contextmanager
 def limit_render_time(seconds: float) -> Iterator[None]:
-    """Context manager that raises `ChatTemplateTimeout` in its block after `seconds` seconds.
-    It works in the main thread only, because other threads get no signals.
+    """Context manager that raises `ChatTemplateTimeout` after `seconds` seconds in its block, in the main thread only.
+    Other threads get no signals.
 
     Raises:
         ChatTemplateTimeout: if the block exceeds the limit.
@@ -335,9 +334,8 @@ def limit_render_time(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limit_render_memory(size: int) -> Iterator[None]:
-    """Context manager that raises `ChatTemplateMemoryError` when its block allocates more than `size` bytes.
-    The bytes are counted from the start of the block. It works in the main thread on Linux only, because the limit
-    applies to the process's address space.
+    """Context manager that limits its block to `size` bytes (`ChatTemplateMemoryError`), in Linux's main thread only.
+    The bytes are counted from the start of the block; the limit applies to the process's address space.
 
     Raises:
         ChatTemplateMemoryError: if the block exceeds the limit.

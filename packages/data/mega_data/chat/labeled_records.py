@@ -42,7 +42,7 @@ class LabeledRecord(NamedTuple):
 
 
 def parse_labeled_record(text: str, options: ChatOptions) -> LabeledRecord:
-    """Return the texts and labels of a JSON record of the kind of `options`.
+    """Return the texts and labels of a JSON record of kind `options.kind`: labels, token_labels or groups.
 
     Raises:
         DataError: if the record has another form.
@@ -132,9 +132,7 @@ class LabeledRecordConverter:
             self._backend.enable_truncation(options.max_length)
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
-        """Return a record as a document with its texts and labels in `record`.
-        A record of another form is returned as a `RejectedItem`.
-        """
+        """Return a record as a document with its texts and labels in `record`, or a `RejectedItem` if it is not valid."""
         if isinstance(item, RejectedItem):
             return item
         try:
@@ -178,6 +176,6 @@ def _align_labels(word_ids: Sequence[int | None], labels: Sequence[float]) -> li
 
 
 def read_text_label(sequence: npt.NDArray[np.integer[Any]]) -> float:
-    """Return the label of a text from the two tokens of its label sequence."""
+    """Return the label of a text, an fp32 number whose high and low 16 bits are the two tokens of `sequence`."""
     high, low = (int(token) for token in sequence)
     return float(np.array([(high & 0xFFFF) << 16 | low & 0xFFFF], np.uint32).view(np.float32)[0])

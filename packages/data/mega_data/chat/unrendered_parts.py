@@ -24,7 +24,7 @@ SHORT = 16  # characters; a shorter content may occur in a text by chance
 
 
 def find_unrendered_parts(conversation: Conversation, text: str, render: RenderTemplate) -> tuple[str, ...]:
-    """Return notes about message keys, such as a name, whose values the chat template left out of `text`.
+    """Return notes about keys of messages missing in `text`; DataError if a content, a tool call or the tools are missing.
 
     Raises:
         DataError: if the content of a message, a tool call or the tools are not in it.

@@ -128,8 +128,7 @@ CHUNK = 1 << 16  # documents read at once
 
 
 def get_fingerprint_parameters(rule: DuplicatesRule) -> dict[str, Any]:
-    """Return the parameters of the fingerprints by which documents are compared.
-    Fingerprints of two cleaning runs are comparable if these are equal.
+    """Return the parameters of a rule's fingerprints (exact, MinHash); only fingerprints with equal ones are comparable.
 
     Raises:
         MissingPackageError: if rensa is required and not installed.
@@ -144,17 +143,14 @@ def load_text_hashes(folder: Path) -> Hashes:
 
 
 def load_signatures(folder: Path, rule: DuplicatesRule) -> Signatures:
-    """Map the MinHash signatures that a cleaning run wrote to `folder/minhash.bin`; no rows if the file is missing.
-    The result is uint32 [N, bands * rows] with the width of `rule`.
-    """
+    """Return the MinHash signatures in `folder/minhash.bin`, uint32 [N, bands * rows], memory-mapped; no rows if missing."""
     assert rule.minhash is not None
     return _map_file(folder / "minhash.bin", np.dtype("<u4"), rule.minhash.bands * rule.minhash.rows)
 
 
 def load_document_positions(folder: Path) -> DocumentPositions:
-    """Return the source position of each document of a cleaning run.
-    The positions are in `places.bin` of the run's `folder`. The result is memory-mapped, [N] of the structured dtype
-    `POSITION`.
+    """Return the position of each document of a cleaning run: structured array of input, source, line and size.
+    The array is `places.bin` of the run's `folder`, memory-mapped, [N] of the dtype `POSITION`.
     """
     return _map_file(folder / "places.bin", POSITION, 1)[:, 0]
 
@@ -166,8 +162,7 @@ def _map_file(path: Path, dtype: np.dtype[Any], width: int) -> npt.NDArray[Any]:
 
 
 def append_earlier_cleaning_fingerprints(rule: DuplicatesRule, journal: AppendJournal) -> int:
-    """Append the fingerprints of the earlier cleaning runs in `rule.against` to this run's files.
-    Returns the number of their documents.
+    """Append the fingerprints of the cleaning runs in `rule.against` to this run's; return their number of documents.
 
     Raises:
         DataError: if a folder has no fingerprints, or their parameters differ.
@@ -210,9 +205,8 @@ def _read_fingerprint_kinds(folder: Path) -> dict[str, Any]:
 
 
 def write_kept_fingerprints(work: Path, rule: DuplicatesRule, first: int) -> dict[str, Any]:
-    """Write the fingerprints of the kept documents, for comparison by later cleaning runs.
-    Documents are those from number `first` on; the folder is `work/result/fingerprints`. Returns the fingerprint
-    parameters.
+    """Write the fingerprints of the kept documents, for later cleaning runs; return the parameters of the fingerprints.
+    Documents are those from number `first` on; the folder is `work/result/fingerprints`.
     """
     kept = first + np.flatnonzero(np.load(work / "rules.npy", mmap_mode="r")[first:] == 0)
     folder = work / "result" / "fingerprints"

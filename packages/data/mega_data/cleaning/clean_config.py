@@ -115,8 +115,8 @@ class C4Rule(CleaningRuleConfig):
 
 
 class PiiRule(CleaningRuleConfig):
-    """Cleaning rule for personal data found by patterns.
-    The data is replaced by its kind in angle brackets (`<EMAIL>`), or the document is dropped.
+    """Cleaning rule: mask personal data found by patterns, or drop the documents that have any.
+    The kind in angle brackets (`<EMAIL>`) replaces the data.
     """
 
     kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], AsList] = Field(

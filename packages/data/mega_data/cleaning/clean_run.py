@@ -64,8 +64,7 @@ Result = TypeVar("Result")
 def parallel_map_in_order(
     call: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item with the result of `call` on it, in input order.
-    Results are computed by `workers` processes, or by this process for one worker.
+    """Yield (item, result of `call` on it) in input order, computed in `workers` processes (1: in this process).
 
     Raises:
         DataError: if a process was killed; and any error of `call`.
@@ -147,8 +146,8 @@ def clean_corpus(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Clean the text corpus `inputs` by the rules of `config` into the folder `output`.
-    Inputs are corpus files, folders and globs. Returns the counts that are also written to `summary.json`.
+    """Clean the text corpus `inputs` by the rules of `config` into the folder `output`; return the summary of counts.
+    Inputs are corpus files, folders and globs. The summary is also written to `summary.json`.
 
     As JSON lines, `kept/` has the kept documents, `dropped/` the dropped ones with rule and reason, and `changed/` the
     originals of changed ones; `fingerprints/` is read by later runs (`duplicates.against`). `folder` may have the
@@ -357,9 +356,7 @@ class CleaningRun:
                 bar.advance(part.end - part.start)
 
     def write_summary(self) -> dict[str, Any]:
-        """Write the results of the cleaning run to `summary.json`, and the fingerprints of the kept documents.
-        Returns the results.
-        """
+        """Write and return the results of the cleaning run (`summary.json`); write the fingerprints of the kept documents."""
         tally, rule = self.state.tally, self.config.duplicates
         dropped = [rule.dropped for rule in tally.rules.values()]
         summary = {

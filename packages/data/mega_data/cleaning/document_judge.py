@@ -145,9 +145,7 @@ class CleaningBatch:
 
 @dataclass
 class CleanedBatch:
-    """Result of cleaning a batch of documents.
-    It has compressed JSON lines per output folder, fingerprints and source positions of the kept documents, and counts.
-    """
+    """Result of cleaning a batch of documents: compressed output lines, fingerprints, source positions and counts."""
 
     lines: dict[str, bytes]
     exact: bytes

@@ -41,9 +41,7 @@ def compute_text_minhash_signatures(texts: Sequence[AnalyzedText], settings: Min
 
 
 def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
-    """Return the hash of each run of consecutive items (words or tokens) of a document, given item hashes.
-    A run has `settings.ngram` items. If there are fewer, the result is one hash of all items.
-    """
+    """Return the hash of each run of `settings.ngram` consecutive item hashes of a document; a shorter one has one run."""
     return hash_ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
 
 

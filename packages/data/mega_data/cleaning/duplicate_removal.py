@@ -56,7 +56,7 @@ class SourceNameTables(NamedTuple):
 
 
 def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
-    """Find the duplicates in the first-pass output of a cleaning run, and write them to its folder `work`.
+    """Find the duplicates in a cleaning run's first-pass output; write `leaders.npy` and `rules.npy` to `work`, unless done.
 
     The files are `leaders.npy`, the original of each document, int64 [N], and `rules.npy`, 0 for a kept document, else
     `EXACT` or `NEAR`, uint8 [N]. Does nothing if they exist.
@@ -116,9 +116,7 @@ class FirstPassDeduplication:
         self.tally = CleaningTally()
 
     def write_files(self) -> CleaningTally:
-        """Write the kept and the dropped documents of one first-pass file to the cleaning run's result folder.
-        Returns the counts.
-        """
+        """Write the kept and the dropped documents of one first-pass file to the run's result folder; return the counts."""
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):
             sizes = positions["size"][(positions["input"] == number) & (self.rules == 0)]

@@ -17,7 +17,7 @@ Detector = Callable[[str], tuple[str, float]]
 
 
 def build_language_rule(limits: LanguageRule) -> CleaningRule:
-    """Return the rule that drops documents in languages other than `limits.keep`, or in no detectable language.
+    """Return the rule that drops documents whose language is not in `limits.keep` or has too low a confidence.
 
     Raises:
         MissingPackageError: if the detector is not installed.
@@ -61,8 +61,8 @@ def load_lingua_detector() -> Detector:
 
 
 def load_fasttext_detector(model: Path) -> Detector:
-    """Return a function that detects a text's language by a fastText model file.
-    The labels of the model must be `__label__CODE`. The function returns (code, confidence).
+    """Return a function that detects a text's language by a fastText model file: (code or `und`, confidence).
+    The labels of the model must be `__label__CODE`.
 
     Raises:
         MissingPackageError: if fasttext is not installed.

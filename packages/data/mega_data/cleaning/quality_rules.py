@@ -81,10 +81,7 @@ SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
 def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
-    """Apply the line and document filter of C4 to a document.
-    Returns a `ChangeDocumentVerdict` with the text of the remaining lines, a `DropDocumentVerdict` with the reason, or None if
-    nothing changes.
-    """
+    """Return the verdict of C4's filter on a document: drop it, keep it with lines or citations removed, or None."""
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
         return DropDocumentVerdict("lorem ipsum")
@@ -136,16 +133,12 @@ PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def apply_gopher_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocumentVerdict | None:
-    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words.
-    Returns a `DropDocumentVerdict` with the reason, or None to keep it.
-    """
+    """Return Gopher's quality verdict on a document: drop it for the first measure outside its limits, or None."""
     return check_measure_bounds(_measure_quality(text, limits))
 
 
 def apply_gopher_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocumentVerdict | None:
-    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text.
-    Returns a `DropDocumentVerdict` with the reason, or None to keep it.
-    """
+    """Return Gopher's repetition verdict on a document: drop it for the first share above its limit, or None."""
     return check_measure_bounds(_measure_repetition(text, limits))
 
 
@@ -252,7 +245,7 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocumentVerdict | ChangeDocumentVerdict | None:
-    """Search a document for personal data, to mask it or to drop the document.
+    """Return the verdict on personal data in a document: None without any, else drop it or keep its masked text.
 
     Returns a `ChangeDocumentVerdict` with each item replaced by its kind (`<EMAIL>`), a `DropDocumentVerdict` with the
     reason, or None without personal data.

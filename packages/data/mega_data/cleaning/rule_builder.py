@@ -33,8 +33,8 @@ from mega_data.reading.source_readers import iterate_document_texts
 
 
 def build_custom_rule(name: str, folder: Path) -> CleaningRule:
-    """Return the cleaning rule that calls a function of the user.
-    The function is `name`, given as `module:function`, with the module in `folder` or installed.
+    """Return the rule that calls the user's function `name` (`module:function`) with a record; False or a reason drops it.
+    The module is in `folder` or installed.
 
     Raises:
         ConfigError: if the function cannot be imported.
@@ -106,8 +106,8 @@ def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedT
 
 
 def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:
-    """Return the cleaning rule that drops documents with text of an evaluation set.
-    Such a document has a run of words whose hash is in the `.npy` file `file`, which processes share by memory map.
+    """Return the rule that drops documents with a run of words whose hash is in `file` (`hash_evaluation_ngrams`, .npy).
+    Processes share the file by memory map.
     """
     evaluated = np.load(file, mmap_mode="r")
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Inputs of a vision module for one image.
+    """Named input arrays of a transformers vision module for one image, and the (1, rows, columns) shape of its features.
 
     Attributes:
         arrays: inputs by the names of transformers, such as `pixel_values`; the first axis joins images.

@@ -31,8 +31,8 @@ MAX_ASPECT_RATIO = 200
 
 
 def compute_native_size(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the size in pixels to which an image is resized for a native-resolution vision encoder.
-    The image has `height` x `width` pixels; the result is (height, width).
+    """Return the (height, width) in pixels to which an image is resized for a native-resolution vision encoder.
+    The image has `height` x `width` pixels.
 
     Both are whole features within the pixel limits, with about the aspect ratio of the image.
 
@@ -62,8 +62,8 @@ def compute_mrope_positions(
     features: npt.NDArray[np.int64],
     grids: Sequence[tuple[int, int]],
 ) -> npt.NDArray[np.int64]:
-    """Return the time, row and column positions of a sample's tokens for multimodal RoPE (Qwen2.5-VL).
-    The result is int64 [3, S] for S tokens.
+    """Return the time, row and column positions [3, S] of a sample's tokens for multimodal RoPE (Qwen2.5-VL).
+    The result is int64.
 
     For text, all three are the token's position. In an image, the row and column of the feature are added to the
     position of the image's first feature. The text after an image continues after the longer side of its grid, not
@@ -93,9 +93,8 @@ def _find_document_end(positions: npt.NDArray[np.int64], token: int) -> int:
 
 
 def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the tile resolution in `vision.pinpoints` that keeps the most pixels of an image.
-    The image has `height` x `width` pixels; the result is (height, width). On ties it is the one with the least
-    padding.
+    """Return the tile resolution (height, width) in `vision.pinpoints` that keeps the most pixels of an image.
+    The image has `height` x `width` pixels. On ties the result is the resolution with the least padding.
     """
     assert vision.pinpoints is not None
 
@@ -108,8 +107,8 @@ def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tup
 
 
 def compute_fitted_image_size(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the size of an image scaled with its aspect ratio to fit into `resolution`.
-    The image has `height` x `width` pixels. Both `resolution` and the result are (height, width).
+    """Return the (height, width) of an image scaled with its aspect ratio to fit into `resolution`.
+    The image has `height` x `width` pixels; `resolution` is (height, width).
     """
     max_height, max_width = resolution
     x_scale, y_scale = max_width / width, max_height / height
@@ -119,7 +118,7 @@ def compute_fitted_image_size(resolution: tuple[int, int], height: int, width: i
 
 
 def map_placeholders_to_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
-    """Return the feature of the vision projector that replaces each placeholder token of an image.
+    """Return, for each placeholder token of an image, the index of the vision projector's feature that replaces it.
     The image has `height` x `width` pixels. Features are row indices over all its tiles: int64 [placeholders].
 
     A square has `vision.features_per_tile` features: P, and with tiles the end-of-row feature.

@@ -90,7 +90,7 @@ def preprocess_image_chats(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DatasetInfo:
-    """Tokenize conversations with images into a data set.
+    """Tokenize conversations with images into the data set at `output_prefix`, and return its description.
     The data set is `PREFIX.bin`, `.idx`, `.info` and loss mask; the references to the images are written to
     `PREFIX.images`.
 

@@ -22,7 +22,7 @@ from mega_common.errors import DataError, MissingPackageError
 from mega_common.transformers_config import VisionModuleConfig
 from mega_data.images.image_inputs import ImageInputs, ImageText
 
-_TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
 _STANDARD = frozenset({"bos_token", "cls_token", "eos_token", "mask_token", "pad_token", "sep_token", "unk_token"})
 
 
@@ -149,5 +149,9 @@ def _make_tokenizer(module: VisionModuleConfig, tokens: list[str]) -> Any:
     backend.add_special_tokens(sorted(set(tokens)))
     named = {key: value for key, value in module.tokens.items() if key not in _STANDARD}
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>", extra_special_tokens=named
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<unk>",
+        extra_special_tokens=named,
+        bos_token=module.tokens.get("bos_token", "<unk>"),
     )

@@ -122,7 +122,7 @@ class BertSamples:
 
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
-    """Trim two text segments to at most `length` tokens in total.
+    """Return two text segments trimmed to at most `length` tokens in total, at random ends of the longer one.
 
     The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """

@@ -98,8 +98,8 @@ class BlockedSamples:
         return samples[k + offset]
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`.
-        The numbers increase; the result is int64 [len(numbers)].
+        """Return the approximate number of attended (query, key) token pairs of each sample in the increasing `numbers`.
+        The result is int64 [len(numbers)].
         """
         work = np.empty(numbers.size, np.int64)
         done = 0

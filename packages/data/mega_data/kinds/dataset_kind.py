@@ -111,7 +111,7 @@ class DatasetContext:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the data, for dataset kinds that need one.
+        """Tokenizer of the data, for dataset kinds that need one; a ConfigError if none is configured.
         It is `known_tokenizer`, else the one at the configuration's `tokenizer` path.
 
         Raises:

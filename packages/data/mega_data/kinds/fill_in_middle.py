@@ -106,9 +106,7 @@ class FillInTheMiddle:
 
 
 class FimContextSamples(TextSamples):
-    """Fill-in-the-middle samples of one data set at context level.
-    The parts of documents within each window of running text are rearranged.
-    """
+    """Fill-in-the-middle samples of one data set, whose documents are rearranged within each token window."""
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
         seq_length = setting.config.seq_length

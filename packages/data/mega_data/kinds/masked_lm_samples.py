@@ -38,8 +38,8 @@ def make_sample_random_generator(content_key: str, k: int) -> Random:
 
 
 def make_inverse_length_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a function that draws a number of words N with probability proportional to 1/N.
-    N is from 1 to `longest`, as Megatron does for BERT.
+    """Return a function that draws a number of words N from 1 to `longest` with probability proportional to 1/N.
+    Megatron does so for BERT.
     """
     weights = 1.0 / np.arange(1, longest + 1)
     sums = (weights / weights.sum()).cumsum()
@@ -48,8 +48,8 @@ def make_inverse_length_sampler(longest: int) -> Callable[[Random], int]:
 
 
 def make_geometric_length_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a function that draws a number of words from a clipped geometric distribution, for T5.
-    It has p = 0.2 and is clipped to `longest` (SpanBERT, Joshi et al., 2020).
+    """Return a function that draws a number of words from a geometric distribution (p = 0.2) clipped to `longest`.
+    T5 uses it (SpanBERT, Joshi et al., 2020).
     """
     return lambda random: min(random.geometric(0.2), longest)
 
@@ -98,7 +98,7 @@ class WholeWordMasker:
 
 
 def find_special_token(tokenizer: Tokenizer, *names: str) -> int:
-    """Return the id of the first of `names` that is in the tokenizer's vocabulary.
+    """Return the id of the first of `names` that is in the tokenizer's vocabulary; a DataError if none is.
 
     Raises:
         DataError: if none is in the vocabulary.
@@ -117,7 +117,7 @@ SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # never masked
 
 
 def find_mask_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the tokenizer's mask token.
+    """Return the id of the tokenizer's mask token; a DataError if it has none.
 
     Raises:
         DataError: if the tokenizer has none.
@@ -135,7 +135,7 @@ def mark_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> 
 
 
 class MaskedLmSamples(TextSamples):
-    """Masked-LM samples of running text.
+    """Masked-LM samples of running text, with BERT's 80/10/10 replacement of randomly selected tokens.
     Each token of a window is selected for prediction with probability `data.bert.mask_probability`.
 
     80 % of the selected tokens become the mask token, 10 % a random token, 10 % stay unchanged. Labels are the original

@@ -140,7 +140,7 @@ def split_documents_into_segments(
 
 
 def pack_document_segments(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
-    """Pack documents and segments of documents into samples of `seq_length` positions by best fit.
+    """Return index arrays (`starts`, `sizes`, `bins`) of segments packed into samples of `seq_length` positions by best fit.
     They are packed in groups of `GROUP` (1 Mi) drawn by the 64-bit `key`.
 
     Returns:

@@ -85,9 +85,8 @@ class TextSamples:
         return self._windows.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the attention work of samples as their squared sequence length.
-        The samples are `numbers`; the result is int64 [len(numbers)]. Document boundaries are unknown without reading
-        tokens.
+        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)].
+        Document boundaries are unknown without reading tokens.
         """
         return np.full(numbers.size, self._seq_length**2)
 

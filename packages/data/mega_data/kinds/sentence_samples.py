@@ -112,8 +112,8 @@ class SentenceDocuments:
         self.sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def find_sample_ends(self, tokens: int) -> Ints:
-        """Return, for each sentence, the end of a sample of about `tokens` tokens that begins at it.
-        An end is one past the sample's last sentence. The result is int64 [sentences].
+        """Return, for each sentence, one past the last sentence of a sample of about `tokens` tokens that begins at it.
+        The result is int64 [sentences].
 
         A sample ends when it has `tokens` tokens and enough sentences, if it leaves at least two sentences; else with
         its document. Entries of sentences outside of the documents are undefined.
@@ -127,8 +127,8 @@ class SentenceDocuments:
         return np.where(closes > ends - 2, ends, closes)
 
     def cut_full_samples(self, tokens: int) -> Ints:
-        """Cut all documents into samples of about `tokens` tokens, in file order.
-        The result is (first sentence, one past the last) of each sample of one epoch, int64 [samples, 2].
+        """Return the sentence ranges (first, end) of samples of about `tokens` tokens, cut from all documents in file order.
+        They are the samples of one epoch, int64 [samples, 2].
         """
         closes, rows = self.find_sample_ends(tokens), []
         begins, ends = self.starts, self.ends
@@ -140,7 +140,7 @@ class SentenceDocuments:
         return samples[np.argsort(samples[:, 0])]
 
     def cut_megatron_samples(self, tokens: int, short_probability: float, seed: int, num_samples: int) -> Ints:
-        """Return the samples that Megatron's `build_mapping` cuts, in reading order.
+        """Return the samples that Megatron's `build_mapping` cuts, in reading order: (first sentence, end, length) [N, 3].
         They are whole epochs, at least `num_samples` samples.
 
         Returns:
@@ -188,9 +188,7 @@ def _draw_lengths(tokens: int, short_probability: float, seed: int) -> Iterator[
 
 
 class SentenceRange(NamedTuple):
-    """Sentences [first, last) of a data set that make a sample.
-    The number of tokens to trim them to and the sample's random stream are included.
-    """
+    """Sentences [first, last) that make a sample, the number of tokens to trim them to, and the sample's generator."""
 
     first: int
     last: int

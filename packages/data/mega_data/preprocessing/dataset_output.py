@@ -90,8 +90,7 @@ class DatasetOutput:
         self._recorded = time.monotonic()
 
     def resume_or_start(self) -> PreprocessProgress:
-        """Resume an interrupted preprocessing run with equal inputs and settings and return its progress.
-        Otherwise the run starts from zero.
+        """Resume an interrupted preprocessing run with equal inputs and settings, or start from zero; return the progress.
 
         Raises:
             DataError: if its partial files are damaged.
@@ -180,7 +179,7 @@ class DatasetOutput:
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
     def record_progress(self) -> None:
-        """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume.
+        """Flush everything written so far to disk and record the progress in `progress.json`; no effect without `lasting`.
 
         It has no effect without `lasting`.
         """

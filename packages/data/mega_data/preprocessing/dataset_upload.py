@@ -45,9 +45,7 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
 
 
 def create_upload_prefix(remote: RemotePath) -> Path:
-    """Return the local prefix at which a data set is built before its upload to an object store.
-    The prefix is in the cache folder, which is created. The upload is to `remote`.
-    """
+    """Create a cache folder in which a data set is built before its upload to an object store; return the prefix in it."""
     key = hashlib.sha256(remote.encode()).hexdigest()[:12]
     prefix = default_cache_folder() / "made" / f"{remote.name}-{key}" / remote.name
     prefix.parent.mkdir(parents=True, exist_ok=True)

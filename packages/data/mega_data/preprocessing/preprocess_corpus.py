@@ -74,9 +74,8 @@ def preprocess_corpus(
     shards: int | None = None,
     sentences: str | None = None,
 ) -> DatasetInfo:
-    """Tokenize files, folders and globs `inputs` into a token data set.
-    The data set is `PREFIX.bin` (tokens), `PREFIX.idx` (index) and `PREFIX.info` (description), for the prefix
-    `output_prefix`.
+    """Tokenize files, folders and globs into the token data set at `output_prefix`, and return its description.
+    The data set is `PREFIX.bin` (tokens), `PREFIX.idx` (index) and `PREFIX.info` (description).
 
     No file has its final name before all are written. An interrupted run resumes when it is started again, if its
     inputs are files and unchanged, and yields the same data set.
@@ -182,10 +181,8 @@ class PreprocessJob:
         return tokenizer
 
     @cached_property
-    def chat_preparation(self) -> RecordConverter | None:
-        """Converter of JSON records to conversations rendered by the chat template, or to labeled texts.
-        It is None if the job does not read whole records.
-        """
+    def record_converter(self) -> RecordConverter | None:
+        """Converter of JSON records to conversations by the chat template, or to labeled texts; None for plain text."""
         if self.chat is None:
             return None
         if self.chat.kind in ("conversations", "pairs"):
@@ -213,7 +210,7 @@ class PreprocessJob:
         settings: list[Any] = [
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
-        settings += [self.chat_preparation.info.model_dump()] if self.chat_preparation else []
+        settings += [self.record_converter.info.model_dump()] if self.record_converter else []
         settings += [dict(self.chat.columns)] if self.chat and self.chat.columns else []
         settings += [self.sentence_encoder.language] if self.sentence_encoder else []
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
@@ -252,7 +249,7 @@ class PreprocessJob:
         An interrupted run continues where it stopped.
         """
         choice = self.encoder
-        if self.chat_preparation:
+        if self.record_converter:
             if choice == "fastokens":
                 logger.warning(
                     "encoder: tokenizers (fastokens does not return the character offsets that chats require)"
@@ -279,7 +276,7 @@ class PreprocessJob:
         shard: DatasetShardInfo | None,
         choice: EncoderChoice,
     ) -> DatasetInfo:
-        tokenizer, chats = self.tokenizer, self.chat_preparation
+        tokenizer, chats = self.tokenizer, self.record_converter
         lasting = all(source.is_rereadable for source in sources)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(
@@ -329,10 +326,10 @@ class PreprocessJob:
             self.tokenizer,
             refuse=None if self.on_bad_line == "skip" else get_quarantine_path(output.prefix),
             end=None if self.parse_special_tokens else self.tokenizer.eos_token,
-            prepare=self.chat_preparation.prepare_record if self.chat_preparation else None,
+            prepare=self.record_converter.prepare_record if self.record_converter else None,
             leads=LEADS[:1] if self.sentence_encoder else LEADS,  # the others look like space between sentences
         )
-        encoding = DocumentEncoder(encoder, self.chat_preparation, self.sentence_encoder)
+        encoding = DocumentEncoder(encoder, self.record_converter, self.sentence_encoder)
         return encode_document_batches(good, encoding, output.dtype, workers)
 
     @cached_property
@@ -364,9 +361,7 @@ class PreprocessJob:
         return None
 
     def join_shards(self, shard: InputShard) -> DatasetInfo | None:
-        """Join the data sets of all shards to the whole data set and return its description.
-        Returns None while a shard is unfinished.
-        """
+        """Join the data sets of all shards to the whole one and return its description; None if a shard is not finished."""
         return join_shards(self.whole, self.sources, shard, self.json_key, self.made_from)
 
 

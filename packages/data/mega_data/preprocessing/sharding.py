@@ -49,7 +49,7 @@ class InputShard:
 
     @classmethod
     def parse(cls, text: str) -> InputShard:
-        """Parse a shard given as NUMBER/COUNT, such as `3/8`.
+        """Return the shard that a text such as `3/8` (NUMBER/COUNT) names; a ConfigError for other texts.
 
         Raises:
             ConfigError: if it has another form, or its number is out of range.
@@ -124,8 +124,8 @@ def _find_line_start(stream: io.BufferedReader, at: int) -> int:
 
 @contextlib.contextmanager
 def record_shard_failure(prefix: Path) -> Iterator[None]:
-    """Context manager for code that builds a shard, which records an error of that code.
-    It writes the error to `PREFIX.failed` and raises it again, and removes that file after success.
+    """Context manager that records an error of its block in the shard's failure file, and removes that file on success.
+    The file is `PREFIX.failed`; the error is raised again.
     """
     try:
         yield
@@ -151,8 +151,7 @@ def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
 def join_shards(
     whole: Path, sources: Sequence[CorpusSource], shard: InputShard, key: str, made_from: str
 ) -> DatasetInfo | None:
-    """Join the data sets of all shards, in order, to the data set `whole` and remove them.
-    Returns its description, or None while one is missing.
+    """Join all shards' data sets to `whole`, remove them, and return its description; None if a shard is not finished.
 
     Raises:
         DataError: if a shard is damaged, or no document has text.
@@ -217,9 +216,7 @@ ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
 def build_shards_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
-    """Build shards of a data set on this machine in `workers` processes.
-    Yields each shard with the error message of a failure, else None.
-    """
+    """Build shards of a data set in `workers` local processes; yield (shard, error message or None) as each ends."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_initialize_worker)
     try:
@@ -245,9 +242,8 @@ def _initialize_worker() -> None:
 
 
 def build_shards_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
-    """Build shards of a data set on a Ray cluster, with one CPU per shard.
-    The cluster is that of RAY_ADDRESS or of this machine, else a new local one. Yields each shard with its error
-    message or None.
+    """Build shards of a data set on a Ray cluster, one CPU each; yield (shard, error message or None) as each ends.
+    The cluster is that of RAY_ADDRESS or of this machine, else a new local one.
 
     All machines of the cluster need `mega_data`, and the inputs, tokenizer and output under the same paths.
 

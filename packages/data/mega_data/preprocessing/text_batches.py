@@ -152,8 +152,7 @@ def build_text_batches(
     prepare: PrepareDocument | None = None,
     leads: Sequence[str] = LEADS,
 ) -> Iterator[TextBatch]:
-    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes.
-    A long document is split into segments, each a batch of its own.
+    """Yield the documents of `reading` in batches of about 256 KiB (`BATCH`), and a long one in segments, each a batch.
 
     Args:
         refuse: None to accept bad lines; else they end the run, and this path of the quarantine file is part of the

@@ -138,7 +138,7 @@ class ComparedFastEncoder:
         self.encoded = self.compared = 0  # characters; a race of two threads changes which texts are compared, no more
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-        """Return the token ids of each text, as arrays of `dtype`.
+        """Return the token ids of each text by fastokens; EncoderMismatch if those of a compared text differ.
 
         Raises:
             EncoderMismatch: at a text that fails, or that `tokenizers` encodes differently.

@@ -80,8 +80,8 @@ class RawRecord(NamedTuple):
 
 
 def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig) -> Path:
-    """Return the local prefix of the token files of a configured data set.
-    For raw data it is that of the files in the cache, which are made if needed; for a URL that of the local copy.
+    """Return the local prefix of a configured data set's token files, after tokenizing raw data or downloading a URL.
+    Both are made in the cache unless they are there.
 
     Args:
         path: one of the paths that `source` names.
@@ -102,7 +102,8 @@ def tokenize_raw_data(config: DataConfig) -> None:
 
 
 def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
-    """Tokenize raw data into the cache unless it is there, and return the prefix of its token files.
+    """Tokenize raw data (of streamed data the first block) into the cache, unless it is there; return the prefix.
+    One process makes the files, and others wait for it.
 
     For streamed data these are the token files of the first block. One process makes them, and others wait for it.
 
@@ -246,7 +247,7 @@ def _read_first_or_none(source: DatasetSource) -> RawRecord | None:
 
 
 def read_first_record(sources: Sequence[CorpusSource]) -> RawRecord:
-    """Return the first record of raw data with its form.
+    """Return the first record of raw data with its form; a DataError if none can be read.
 
     Raises:
         DataError: if there is none that can be read.

@@ -95,8 +95,8 @@ class TokenStream:
         return files
 
     def remove_block(self, start: BlockPosition) -> None:
-        """Release a block that was read, and remove its files if no other process has it open.
-        The files of the first block stay, as the next start of a run reads them.
+        """Release a block that was read; remove its files if no other process has it open and it is not the first block.
+        The next start of a run reads the first block.
         """
         descriptor = self._held.pop(start, None)
         if start == FIRST or descriptor is None:
@@ -156,7 +156,7 @@ class TokenStream:
         folder.mkdir(parents=True)
         job, documents, end = self._job, 0, None
         with contextlib.suppress(_NoDocumentsError):
-            chat = job.chat_preparation.info if job.chat_preparation else None
+            chat = job.record_converter.info if job.record_converter else None
             with DatasetOutput(
                 folder / "tokens",
                 job.tokenizer,

@@ -76,8 +76,8 @@ class CorpusSource:
 
     @property
     def display_name(self) -> str:
-        """Name of this corpus source for messages with line numbers.
-        It has `[begin:]` for a byte range, in which lines are counted from `begin`.
+        """Name of this source for messages with line numbers; `[BEGIN:]` follows if it is a byte range from BEGIN > 0.
+        Lines are counted from BEGIN.
         """
         return f"{self.name}[{self.begin}:]" if self.begin else self.name
 
@@ -116,7 +116,7 @@ class SkippedFiles:
 def find_corpus_sources(
     inputs: Sequence[str | Path], json_key: str = "text", skipped_files: SkippedFiles | None = None
 ) -> list[CorpusSource]:
-    """Return the sources of a corpus to read, in order.
+    """Return the sources to read for `inputs` (files, folders, globs, URLs, `hf:NAME`, `-`), in order; else a DataError.
     Inputs are as given, and the files of a glob or folder sorted by name. Skipped files are added to `skipped_files`.
 
     A file of a folder or glob is read once, even if several links lead to it. All files of a folder are read except

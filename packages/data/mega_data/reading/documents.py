@@ -81,8 +81,8 @@ class DiskBackedText:
         self._characters += len(text)
 
     def append_json_string(self, text: str, blocks: Iterator[str]) -> str:
-        """Append the value of a JSON string whose text may continue in later blocks.
-        The string begins with `text` (after the quotation mark) and continues in `blocks`.
+        """Append the value of a JSON string, which may continue in later `blocks`; return the JSON text after the string.
+        `text` begins after the opening quotation mark.
 
         Returns:
             The text after the end of the string.

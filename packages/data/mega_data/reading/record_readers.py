@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mega_common.bounded_parsing import explain_read_error, reject_duplicate_keys
+from mega_common.bounded_parsing import explain_read_error, reject_conflicting_keys
 from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional_package, open_decompressed
@@ -213,7 +213,7 @@ def _parse_record(text: str, key: str) -> Any:
     """
     name = key.rpartition(".")[2]
     if key == WHOLE or text.count(f'"{name}"') > 1:
-        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
+        return json.loads(text, object_pairs_hook=reject_conflicting_keys)
     return json.loads(text)
 
 
@@ -295,7 +295,7 @@ def read_json_documents(
 
 def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
     """Yield the values of a JSON text, or of its top-level array, with at most one value in memory."""
-    decoder = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
+    decoder = json.JSONDecoder(object_pairs_hook=reject_conflicting_keys)
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
     failure: Exception | None = None  # error of reading the next block
     open_arrays = 0

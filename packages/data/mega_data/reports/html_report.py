@@ -46,8 +46,8 @@ SHINGLE = 8  # tokens
 
 @dataclass(frozen=True)
 class DuplicateCounts:
-    """Numbers of sequences of a data set that repeat an earlier one.
-    They are out of `of` sequences: exact repetitions, and near ones (None if not measured) among `sampled` ones.
+    """Numbers of sequences of a data set that repeat an earlier one exactly, and in a sample nearly (None: not measured).
+    They are out of `of` sequences, and of `sampled` ones.
     """
 
     of: int
@@ -59,9 +59,7 @@ class DuplicateCounts:
 
 @dataclass(frozen=True)
 class FrequentNgram:
-    """Frequent run of tokens in a sample of a data set.
-    It has ids, number of occurrences, and text if a tokenizer is available.
-    """
+    """Frequent run of tokens in a sample of a data set: ids, number of occurrences, and text if a tokenizer is available."""
 
     ids: list[int]
     count: int
@@ -82,8 +80,8 @@ def sample_sequences(reader: IndexedReader) -> list[Tokens]:
 
 
 def count_duplicate_sequences(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
-    """Count the sequences of a data set that repeat an earlier one.
-    Exact repetitions are counted in the whole data set, near ones in `sampled`, by MinHash if rensa is installed.
+    """Count the sequences that repeat an earlier one: exactly in the whole data set, and nearly (MinHash) in `sampled`.
+    Near repetitions are counted if rensa is installed.
     """
     hashes = np.zeros((len(reader), 2), np.uint64)
     with ProgressBar("searching duplicates", total=len(reader) or None, unit="sequences") as bar:
@@ -99,9 +97,7 @@ def count_duplicate_sequences(reader: IndexedReader, sampled: Sequence[Tokens]) 
 
 
 def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
-    """Return the number of sequences similar or equal to an earlier one by MinHash.
-    Returns None if the package rensa is not installed.
-    """
+    """Return the number of sequences similar or equal to an earlier one by MinHash; None without the package rensa."""
     settings = MinHashConfig(ngram=SHINGLE)
     sets = [hash_shingles(hash_numbers(tokens), settings) for tokens in sequences]
     try:
@@ -114,8 +110,7 @@ def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
 
 
 def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> list[tuple[list[int], int]]:
-    """Return the `count` most frequent runs of `n` tokens within sequences.
-    They are (ids, number of occurrences). Runs that occur only once are left out.
+    """Return (token ids, number) of the `count` most frequent runs of `n` tokens that occur at least twice in sequences.
 
     Of runs that overlap at their first occurrence only the most frequent is returned, so that a phrase is shown once.
     """
@@ -137,10 +132,7 @@ def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> lis
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
-    """Return the number of texts per language, by ISO 639-1 code or `und` (uncertain), the most frequent first.
-
-    Returns None if the package lingua is not installed.
-    """
+    """Return {ISO 639-1 code or `und`: number of texts}, the most frequent first; None without the package lingua."""
     try:
         detect = load_lingua_detector()
     except MissingPackageError as error:
@@ -184,8 +176,8 @@ class DatasetReport:
 def write_dataset_html_report(
     paths: Sequence[Path], output: Path, *, tokenizer: Tokenizer | None = None, samples: int = 4
 ) -> dict[str, Any]:
-    """Write an HTML report on data sets (or `mega data clean` folders) to `output`.
-    Its data is written as JSON to a file with the suffix `.json`, and returned.
+    """Write an HTML report on data sets (or `mega data clean` folders), and its values as JSON beside it; return these.
+    The JSON file has the suffix `.json`.
 
     A path is the prefix of a data set, or an output folder of `mega data clean`.
 

@@ -24,9 +24,8 @@ BEFORE = 4  # preceding tokens that are decoded together with a token, for conte
 
 @dataclass(frozen=True)
 class DisplayedToken:
-    """Token of a displayed sample.
-    It has an id, text (the token's name if it is not a whole character; None without a tokenizer), loss weight as a
-    label, and position.
+    """Token of a displayed sample: id, text (None without a tokenizer), loss weight as a label, and position.
+    The text is the token's name if it is not a whole character.
     """
 
     id: int
@@ -188,7 +187,7 @@ def _build_part(
 
 
 def decode_each_token(ids: Sequence[int], tokenizer: Tokenizer) -> list[str | None]:
-    """Return the text that each token adds to the decoded previous tokens.
+    """Return the text that each token adds to the previous ones, or `‹token›` if that is not a whole character.
 
     For an incomplete character, or a token without text, it is the token's name.
     """

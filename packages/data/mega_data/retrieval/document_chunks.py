@@ -76,9 +76,9 @@ class DocumentChunks:
         return np.searchsorted(self.starts, numbers, "right") - 1
 
     def read_tokens(self, numbers: Ints, width: int) -> Ints:
-        """Return the `width` tokens from the start of each chunk on, int64 [..., width].
+        """Return the `width` tokens from the start of each chunk on, int64 [..., width], -1 past the document's end.
 
-        They are -1 past the end of the document and for chunk -1.
+        They are -1 for chunk -1 as well.
 
         Args:
             numbers: int64 [...].
@@ -95,9 +95,7 @@ class DocumentChunks:
         return tokens
 
     def compute_hashes(self, first: int, last: int) -> Hashes:
-        """Return a content hash of each chunk in [first, last), uint64 [last - first].
-        The hash is 0 for chunks shorter than a quarter of the chunk length.
-        """
+        """Return a content hash of each chunk in [first, last), uint64 [last - first]; 0 for one less than a quarter full."""
         rows = self.read_tokens(np.arange(first, last), self.length)
         hashes = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
         return np.where((rows >= 0).sum(1) * 4 < self.length, np.uint64(0), hashes)
@@ -128,8 +126,8 @@ class NeighborLeakFilter:
         self._keys = np.sort(_document_content_keys(documents, hashes)[hashes > 0])
 
     def mask_allowed_candidates(self, numbers: Ints, candidates: Ints) -> Bools:
-        """Return a mask of the retrieval candidates that may be neighbors of chunks without leaking labels.
-        The candidates are in the database, the chunks are the data chunks `numbers`; the result is bool [n, c].
+        """Return a mask [n, c] of the retrieval candidates that may be neighbors of chunks without leaking labels.
+        The candidates are in the database, the chunks are the data chunks `numbers`.
 
         Args:
             numbers: chunks, int64 [n].

@@ -141,9 +141,7 @@ class DatasetNeighbors:
         )
 
     def read_neighbor_tokens(self, numbers: Ints) -> Ints:
-        """Return the tokens of the retrieved neighbors of the chunks `numbers`.
-        The result is int64 [n, neighbors, 2 x chunk length], with -1 for missing tokens.
-        """
+        """Return the tokens of the chunks' retrieved neighbors, int64 [n, neighbors, 2 * chunk length], -1 where missing."""
         return self._database.read_tokens(self._neighbor_numbers[numbers], 2 * self.info.chunk_length)
 
     @cached_property
@@ -179,8 +177,7 @@ class DatasetNeighbors:
 
 
 def open_dataset_neighbors(path: Path | None, reader: IndexedReader, cache: Path | None = None) -> DatasetNeighbors:
-    """Return the retrieved neighbors of the data set of `reader`.
-    They are read from the folder `path`, by default `PREFIX.neighbors`.
+    """Return the retrieved neighbors of the data set of `reader`, from the folder `path` (default: `PREFIX.neighbors`).
 
     Raises:
         DataError: as `DatasetNeighbors`.

@@ -133,8 +133,8 @@ class NearestNeighborIndex:
     def search_nearest(
         self, vectors: Floats, count: int, allowed: Callable[[Ints, Ints], npt.NDArray[np.bool_]]
     ) -> Ints:
-        """Return the row numbers of the nearest allowed rows for each of n query vectors, the nearest first.
-        The result is int64 [n, count] for the `count` nearest, with -1 if there are fewer.
+        """Return the rows of the `count` nearest allowed vectors for each of n query vectors, nearest first, -1 if fewer.
+        The result is int64 [n, count].
 
         Args:
             vectors: fp32 [n, D].

@@ -109,8 +109,7 @@ class DatasetPartitioner:
         self._files = OpenReaderPool(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the share of each data set that belongs to a split.
-        The split is `name` (train, valid or test). The result is an empty list if the split is configured as zero.
+        """Return the share of each data set that belongs to the split `name`; an empty list if that is configured as zero.
 
         Raises:
             DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
@@ -204,8 +203,7 @@ class DatasetPartitioner:
 
 
 def find_matching_prefixes(source: DatasetSource) -> list[Path]:
-    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob.
-    For raw data it is its name.
+    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob; of raw data its name.
 
     Raises:
         DataError: if no data set matches the glob.

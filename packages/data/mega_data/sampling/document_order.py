@@ -125,7 +125,7 @@ class DocumentOrder:
         return begins, ends
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the documents that contain a range of the tokens in the drawn order.
+        """Yield (number, token range in the file, range of units) of each document that has the units [start, start + count).
 
         The range is the tokens, or multiples of `unit` tokens, [start, start + count) of the order, which must exist.
 
@@ -165,7 +165,7 @@ def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
 
 
 def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Return the token positions (begin, end) of the sequences [first, last) of a data set, end excluded.
+    """Return the token positions (begin, end) of the sequences [first, last), end excluded; a DataError for no tokens.
 
     Raises:
         DataError: if they have no tokens.

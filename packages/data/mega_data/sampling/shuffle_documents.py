@@ -126,9 +126,7 @@ def _write_bucket(writer: IndexedWriter, bucket: Path, bar: ProgressBar) -> None
 
 
 def iterate_document_ranges(lengths: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges (first, last) of documents with at most `CHUNK` (4 Mi) tokens in total each.
-    A longer document is a range by itself.
-    """
+    """Yield consecutive ranges (first, last) of documents of at most `CHUNK` (4 Mi) tokens together, or of one longer one."""
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < ends.size:

@@ -42,8 +42,8 @@ class BlendStage:
     read: Sequence[int]
 
     def count_samples(self, k: int) -> list[int]:
-        """Return, for each data set of the run, the number of its samples among the first samples of the blend.
-        They are the blend's samples 0 to `k` - 1; `k` is in this stage.
+        """Return, for each data set of the run, the number of its samples among the blend's samples 0 to `k` - 1.
+        `k` is in this stage.
         """
         counts = list(self.read)
         for source, count in zip(self.chosen, self.blend.count_samples(k - self.first), strict=True):
@@ -52,7 +52,7 @@ class BlendStage:
 
 
 class StagedBlend:
-    """Blend of data sets whose weights change between stages and which may have limits.
+    """Blend of data sets whose weights change between stages, and whose samples may be limited in number.
     The blend is a pure function of its arguments and sample number.
 
     Each data set continues with its next sample from stage to stage.
@@ -85,8 +85,8 @@ class StagedBlend:
         return stage.chosen[source], stage.read[stage.chosen[source]] + number
 
     def count_samples(self, k: int) -> list[int]:
-        """Return, for each data set, the number of its samples among the first samples of the blend.
-        They are the blend's samples 0 to `k` - 1; `k` may be the end of the blend.
+        """Return, for each data set, the number of its samples among the blend's samples 0 to `k` - 1.
+        `k` may be the end of the blend.
         """
         if k <= self._weights[0][0]:
             return list(self._read)
@@ -186,8 +186,8 @@ def compute_blend_stage_weights(
 def resume_data_config(
     config: DataConfig, saved: Mapping[str, Any], consumed: int, read: Mapping[str, int] | None
 ) -> DataConfig:
-    """Return the data configuration with which a run resumes after `consumed` samples.
-    It has the saved sample order unless one is set. The blend is restarted there if data sets or weights changed.
+    """Return the data configuration of a run resumed after `consumed` samples, where a changed blend starts again.
+    It has the saved sample order unless one is set.
 
     Args:
         config: configuration of the resumed run.

@@ -50,8 +50,8 @@ class DataBlockSource(Protocol):
         """Release the files of a block that was read."""
 
     def estimate_epoch(self, samples: int, start: BlockPosition) -> float | None:
-        """Return the approximate number of samples of an epoch.
-        Of these, `samples` are before the block at `start`. None means that reading all blocks to count them is cheap.
+        """Return the approximate number of samples of an epoch, or None if reading all blocks to count them is cheap.
+        Of these, `samples` are before the block at `start`.
         """
 
 

@@ -60,9 +60,7 @@ class StableTokenWindows:
         return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def locate_window(self, k: int) -> int:
-        """Return the position of the first token of window `k`.
-        Positions are in the circle that the data set's tokens form.
-        """
+        """Return the position of the first token of window `k` in the circle that the data set's tokens form."""
         return compute_window_start(k, self._count, self._seq_length, self.content_key)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
@@ -153,7 +151,8 @@ class MegatronTokenWindows:
 
 
 def compute_window_start(k: int, count: int, width: int, content_key: str) -> int:
-    """Return the start of a token window of `width` positions in a circle of `count` positions.
+    """Return the pseudorandom start of token window `k` of `width` positions in a circle of `count` positions.
+    The draws are keyed by `content_key`.
 
     The start of window `k` follows from pseudorandom draws keyed by `content_key`.
     """

@@ -88,7 +88,7 @@ class MegatronBlend:
         return int(self._dataset.size)
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set).
+        """Return (index of the data set, number of the sample in it) of blend sample `k`; a DataError beyond the blend's size.
 
         Raises:
             DataError: if `k` is past the end.
@@ -107,7 +107,7 @@ class MegatronBlend:
 
 
 def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
-    """Return Megatron's blending indices for `size` samples.
+    """Return Megatron's blending indices for `size` samples: each sample's `dataset`, and its number in it (`sample`).
     Sample i comes from the data set d with the largest shares[d] * max(i, 1) - (samples of d so far).
 
     Returns:

@@ -148,8 +148,7 @@ class DatasetInfo(StrictConfig):
 
 
 def get_info_path(prefix: Path) -> Path:
-    """Return the path of a data set's description.
-    It is `PREFIX.info`, or `PREFIX.json` of earlier versions if only that exists.
+    """Return the path of a data set's description: `PREFIX.info`, or earlier versions' `PREFIX.json` if only that exists.
 
     The suffix differs from those of corpora, so that `wiki.json` can become the data set `wiki`.
     """

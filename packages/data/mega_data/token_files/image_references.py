@@ -39,8 +39,8 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
 
 
 def encode_image_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
-    """Return the image references of one document as `PREFIX.images` stores them.
-    They are JSON bytes, uint8 [bytes]; `tokens` are the numbers of placeholders per image if they differ.
+    """Return the image references of one document as the JSON bytes, uint8 [bytes], that `PREFIX.images` stores.
+    `tokens` are the numbers of placeholders per image if they differ.
     """
     whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
     return np.frombuffer(json.dumps(whole).encode(), np.uint8)
@@ -73,9 +73,7 @@ class ImageReferences:
         return self._open_reader.fingerprint
 
     def get_image_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
-        """Return the image references of a document and the number of placeholders of each image.
-        The document has the number `document`. The numbers of placeholders are None if they do not differ.
-        """
+        """Return the image references of a document, and the placeholders per image, or None if all images have equally many."""
         value = json.loads(self._open_reader.read_sequence(document).tobytes())
         entries, tokens = (value["images"], value["tokens"]) if isinstance(value, dict) else (value, None)
         return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
@@ -90,7 +88,7 @@ class ImageReferences:
 
 
 def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
-    """Return the file bytes of a referenced image below `folder`.
+    """Return the bytes of a referenced image: of a file below `folder`, or of its range (path, offset, size).
 
     Raises:
         DataError: if it cannot be read.

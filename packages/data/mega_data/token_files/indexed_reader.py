@@ -38,9 +38,7 @@ CHUNK = 1 << 22
 
 
 def select_token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the narrowest type that Megatron uses for token ids of a vocabulary.
-    It is uint16 below 65,500 entries, else int32.
-    """
+    """Return Megatron's type of token ids for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
@@ -106,9 +104,7 @@ class OpenReaderPool:
         self._readers: deque[IndexedReader] = deque()
 
     def register_reader(self, reader: IndexedReader) -> None:
-        """Register a data set reader that was just opened.
-        If there are more than `limit`, the one opened first is closed.
-        """
+        """Register a data set reader that was just opened; close the one opened first if there are more than `limit`."""
         self._readers.append(reader)
         while len(self._readers) > self._limit:
             self._readers.popleft().close()
@@ -184,7 +180,7 @@ class IndexedReader:
         return HEADER.size + 12 * self._sequences + 8 * (self.documents + 1)
 
     def check_index(self) -> None:
-        """Check the whole index against the files, at most once.
+        """Raise DataError if the index and the token file do not fit each other; they are compared at most once.
 
         Raises:
             DataError: see the class.
@@ -346,8 +342,7 @@ class IndexedReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of the data set's content.
-        It covers the whole index, and 64 blocks of 4 KiB spread over the tokens.
+        """Fingerprint (32 hex digits) of the data set's index and of 64 blocks of 4 KiB spread over its tokens.
 
         It does not depend on names, folders or times. Regenerated tokens almost always change it, at the cost of
         reading the index once; an edit of a few tokens between the blocks is not detected.

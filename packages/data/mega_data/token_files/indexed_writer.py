@@ -111,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Flush everything added so far to disk, so that a later writer's `resume_after_documents` can go on there."""
+        """Flush everything added so far to disk, from where a later writer's `resume_after_documents` can continue."""
         with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
@@ -124,8 +124,8 @@ class IndexedWriter:
         self._durable = True
 
     def resume_after_documents(self, documents: int) -> Tokens:
-        """Continue the partial files of an interrupted run after its first `documents` documents.
-        The rest is cut off. Returns the tokens of these documents.
+        """Continue the partial files of an interrupted run after its first `documents` documents; return these tokens.
+        The rest is cut off.
 
         Raises:
             DataError: if the partial files have fewer documents.
@@ -160,9 +160,8 @@ class IndexedWriter:
         mask: Tokens | None = None,
         sequences: npt.ArrayLike | None = None,
     ) -> None:
-        """Add many documents to a token data set.
-        The arguments are the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a mask
-        one byte per token.
+        """Add documents, given the concatenated `tokens` and `lengths` of their sequences, by default one per document.
+        A `mask` has one byte per token.
 
         `sequences` is the number of sequences of each document, by default one. Raises ValueError if the lengths do not
         add up to the number of tokens.
@@ -178,10 +177,8 @@ class IndexedWriter:
         self._write_checked(self._cast_tokens(tokens), mask)
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
-        """Divide the tokens written since the last call into sequences and documents.
-
-        Sequences have these `lengths`, and document i has `sequences[i]` sequences. Raises DataError for a sequence
-        that is too long for the format.
+        """Divide the tokens written since the last call into sequences of `lengths` and documents of `sequences` sequences.
+        Document i has `sequences[i]` sequences. Raises DataError for a sequence that is too long for the format.
         """
         sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:

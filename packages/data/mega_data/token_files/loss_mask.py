@@ -13,7 +13,7 @@ from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_p
 
 
 def open_loss_mask(reader: IndexedReader) -> IndexedReader:
-    """Open the loss mask `PREFIX.mask` of a data set.
+    """Return a reader of a data set's loss mask `PREFIX.mask`; a DataError if it is missing or of other sequences.
     The mask's `tokens` are one byte per token of the data set, uint8 [num_tokens].
 
     Raises:

@@ -33,7 +33,8 @@ def get_partial_folder(prefix: Path) -> Path:
 
 
 def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
-    """Create a partial folder, lock it for this process, which may then remove it, and return the lock's descriptor.
+    """Create and lock a folder of partial files; return the lock's descriptor, or None if another process has the lock.
+    With `wait`, it waits for the other process.
 
     Returns None if another process has the lock and `wait` is false.
     """
@@ -54,8 +55,8 @@ def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
 
 @contextlib.contextmanager
 def hold_partial_folder(folder: Path, notice: str = "") -> Iterator[None]:
-    """Context manager that locks a partial folder, and removes it at the end of a block that raises no error.
-    If another process has the lock, it logs `notice`, if any, and waits.
+    """Context manager that waits for a partial folder's lock, and removes the folder after a block that raises no error.
+    If another process has the lock, it logs `notice`, if any.
     """
     lock = lock_partial_folder(folder, wait=not notice)
     if lock is None:
@@ -81,8 +82,8 @@ def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
 
 
 def move_files_durably(folder: Path, names: Mapping[str, Path]) -> None:
-    """Move files of `folder` to their final paths in the order of `names`, each durably before the next.
-    `names` maps a name in the folder to its final path. Missing files are skipped.
+    """Move the files of `folder` that exist to their final paths in the order of `names`, each durably before the next.
+    `names` maps a name in the folder to its final path.
     """
     for name, final in names.items():
         with contextlib.suppress(FileNotFoundError):

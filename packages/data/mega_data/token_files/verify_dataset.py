@@ -17,7 +17,7 @@ from mega_data.tokenizer import Tokenizer
 
 
 def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetInfo | None:
-    """Check a data set's structure, checksums and token ids against `PREFIX.info`.
+    """Check a data set's structure, checksums and token ids (DataError if wrong); return its description, or None.
     It is also checked that `tokenizer` is the one that produced it.
 
     Returns:

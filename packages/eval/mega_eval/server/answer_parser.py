@@ -66,7 +66,7 @@ class ModelOutputSyntax:
 
 
 class ModelOutputParser:
-    """Parser of one answer, which takes text in pieces.
+    """Incremental parser of one answer, whose text arrives in pieces, to content, reasoning and tool calls.
 
     White space around reasoning and calls is dropped.
 

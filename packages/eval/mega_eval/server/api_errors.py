@@ -111,9 +111,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 def convert_to_api_error(error: Exception) -> ApiRequestError:
-    """Return any exception as an error response with an HTTP status.
-    Internal errors get status 500 and reveal no details.
-    """
+    """Return the ApiRequestError (HTTP status and message) for any exception; internal ones get 500 and no details."""
     if isinstance(error, ApiRequestError):
         return error
     if isinstance(error, RequestValidationError):
@@ -176,7 +174,7 @@ def _explain_route(request: Request, paths: Mapping[str, Sequence[str]]) -> str:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Register handlers that turn every exception in a route of `app` into an error response of OpenAI's format."""
+    """Register handlers that turn every exception in a route of `app` into an error response in the format of its API."""
 
     async def send_error_response(request: Request, error: Exception) -> Response:
         if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):

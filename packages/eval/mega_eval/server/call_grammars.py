@@ -149,7 +149,7 @@ def build_tool_call_grammar(
     required: bool,
     reasoning_end: str | None,
 ) -> str:
-    """Return the Lark grammar of an answer with at most one tool call.
+    """Return the Lark grammar of an answer with exactly one tool call if `required`, else with at most one.
 
     Args:
         form: format of the call.

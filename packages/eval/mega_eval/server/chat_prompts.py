@@ -47,7 +47,7 @@ class ChatPromptRenderer:
     workers: WorkerProcesses
 
     async def render_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> str:
-        """Return the text of a conversation up to the beginning of the answer.
+        """Return the text of a chat up to the beginning of the answer; an ApiRequestError without a chat template.
 
         Raises:
             ApiRequestError: without a chat template, or for tools in an unsupported format.

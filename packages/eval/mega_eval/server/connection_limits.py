@@ -117,8 +117,8 @@ def make_http_protocol_class(bounds: ConnectionLimits) -> type[LimitedHttpProtoc
 
 
 def count_available_connections(requested: int) -> int:
-    """Return the number of connections that this process can have open at once, at most `requested`.
-    Its limit of file descriptors determines the number.
+    """Raise the process's limit of open files, and return how many connections it allows, at most `requested`.
+    The soft limit is raised as far as the system allows.
 
     The soft limit of file descriptors is raised first, as far as the system allows.
     """

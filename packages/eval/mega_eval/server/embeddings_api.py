@@ -73,8 +73,9 @@ class ServedEmbedder:
     declared: bool
     width: int
 
-    def default_prompt(self, name: str | None = None) -> str:
-        """Return the prompt called `name`, or the folder's default prompt if None, to put in front of each text.
+    def select_prompt(self, name: str | None = None) -> str:
+        """Return the prompt called `name`, or the folder's default prompt if None; a DataError for an unknown name.
+        It is put in front of each text.
 
         Raises:
             DataError: for a name that the folder does not have.

@@ -44,7 +44,7 @@ class RequestGroup:
         self._events: asyncio.Queue[list[RowEvent] | Exception] = asyncio.Queue()
 
     async def iterate_events(self) -> AsyncIterator[RowEvent]:
-        """Yield the engine's events of the group until all its requests are finished.
+        """Yield the engine's events of the group until all its requests are finished; raise the error that ends them.
 
         Raises:
             ApiRequestError: when the engine has failed or the server ends.
@@ -135,8 +135,7 @@ class EngineDriver:
             raise ApiRequestError(429, f"the server is busy with {self.open_requests} requests", retry_after=1)
 
     async def submit_requests(self, requests: Sequence[EngineRequest]) -> RequestGroup:
-        """Submit requests to the engine and return their group once it has accepted them.
-        The caller must release the group with `release_group`.
+        """Submit requests to the engine; return their group, which the caller must release, once they are accepted.
 
         Raises:
             ApiRequestError: when the engine has failed or is full.

@@ -17,9 +17,8 @@ DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class ParsedAnswerDelta(NamedTuple):
-    """New piece of a parsed answer.
-    It is text of the content or of the reasoning, the name of a function to call, or JSON text of the arguments of the
-    last call; `call_id` is the id that the model gave the call, if any.
+    """New piece of a parsed answer: text of content or reasoning, the name of a called function, or its JSON arguments.
+    `call_id` is the id that the model gave the call, if any.
     """
 
     kind: DeltaKind
@@ -59,7 +58,7 @@ class JsonScanner:
 
 
 class StreamingTextReader:
-    """Reader of a text that arrives in pieces.
+    """Reader of a text that arrives in pieces; its generators yield None while they wait for more text.
 
     Attributes:
         unread: text that has arrived and was not read.
@@ -71,7 +70,7 @@ class StreamingTextReader:
         self.ended = False
 
     def read(self, count: int) -> str:
-        """Return the next `count` characters, which are then read."""
+        """Return the next `count` characters, and remove them from the unread text."""
         text, self.unread = self.unread[:count], self.unread[count:]
         return text
 
@@ -119,8 +118,8 @@ class StreamingTextReader:
         return text, self.read(len(found[1]))
 
     def wait_for_match(self, pattern: re.Pattern[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Wait until `pattern` matches at the start of the unread text, and leave the text unread.
-        Returns None if it does not within `LONGEST_MATCH` characters or before the end of the text.
+        """Wait until `pattern` matches at the start of the unread text; return the match, left unread, or None if none comes.
+        None is returned after `LONGEST_MATCH` characters or at the end of the text.
         """
         while (found := pattern.match(self.unread)) is None and not self.ended and len(self.unread) < LONGEST_MATCH:
             yield None
@@ -129,9 +128,9 @@ class StreamingTextReader:
     def take_json(
         self, accept: Callable[[str], re.Match[str] | None] = lambda _: None
     ) -> Generator[None, None, re.Match[str] | str]:
-        """Wait for the end of the object or list at the start of the unread text, and return it.
-        Returns the rest of the text if it does not end. As soon as `accept` of the unread text is a match, returns the
-        match and leaves the text unread.
+        """Take the JSON object or list at the start of the unread text once it is complete, or return a match of `accept`.
+        Returns the rest of the text if it does not end. As soon as `accept` of the unread text is a match, the
+        text is left unread.
         """
         scanner, scanned = JsonScanner(), 0
         while True:
@@ -144,7 +143,7 @@ class StreamingTextReader:
             yield None
 
     def stream_json(self) -> Deltas:
-        """Yield the object that the unread text starts with as pieces of arguments."""
+        """Yield the JSON object at the start of the unread text, as it arrives, as deltas of kind `arguments`."""
         scanner = JsonScanner()
         while (end := scanner.find_json_end(self.unread)) is None and not self.ended:
             if self.unread:

@@ -35,8 +35,8 @@ STALLED = 120  # seconds after which the kernel drops a client that acknowledges
 
 
 def bind_server_socket(host: str, port: int, key: str | None) -> socket.socket:
-    """Return a socket bound to `host` and `port` for the HTTP server, which does not listen yet.
-    Port 0 is any free port, and without an API `key` only loopback addresses are allowed.
+    """Return a socket bound to `host` and `port`, not yet listening; a non-loopback host requires the API `key`.
+    Port 0 is any free port.
 
     Raises:
         ConfigError: when the address is invalid, not on this machine, in use, or public without an API key.
@@ -131,8 +131,8 @@ class InferenceServer(uvicorn.Server):
         logger.info("serving %s at http://%s:%d (Ctrl-C ends)", names, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown of the server after a signal.
-        The uvicorn server calls it for SIGTERM and SIGINT, and a second signal ends the server at once.
+        """Start the shutdown of the server after a signal, and end it at once after a second one.
+        The uvicorn server calls it for SIGTERM and SIGINT.
         """
         if self.gate.draining:
             self.should_exit = self.force_exit = True
@@ -143,7 +143,7 @@ class InferenceServer(uvicorn.Server):
             logger.info(message, self.gate.active, self._drain)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that timed out and return whether the server should exit.
+        """Close connections that timed out, abort requests after the shutdown's deadline, and return whether to exit.
         The uvicorn server calls it ten times a second.
         """
         now = asyncio.get_running_loop().time()

@@ -56,7 +56,7 @@ class AnthropicContentBlock(StrictRequestModel):
         return {"type": "text", "text": self.text} if self.type == "text" else None
 
     def read_result(self) -> str:
-        """Return the text of a `tool_result` block.
+        """Return the text of a `tool_result` block; an ApiRequestError if its content is not text.
 
         Raises:
             ApiRequestError: for other content than text.

@@ -280,7 +280,7 @@ class ModelService:
     ) -> tuple[Vectors, int]:
         """Return the embeddings of texts [N, P] and their number of tokens."""
         try:
-            prompt = embedder.default_prompt(prompt_name)
+            prompt = embedder.select_prompt(prompt_name)
         except DataError as error:
             raise ApiRequestError(400, error.message, param="prompt_name") from None
         texts = [

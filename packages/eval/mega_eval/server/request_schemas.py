@@ -263,9 +263,7 @@ class ChatMessage(StrictRequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it.
-        The text parts of its content are joined to one text unless there are images.
-        """
+        """Return the message for chat templates: its text parts joined unless it has images, call arguments parsed from JSON."""
         parts = [] if self.content is None or isinstance(self.content, str) else self.content
         content: Any = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         if self.list_images():
@@ -377,7 +375,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
 
 
 def make_chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Return the request to /v1/chat/completions that a request of another API is equivalent to.
+    """Return the chat request with these `fields`, converted from another API's; a RequestValidationError if not valid.
 
     Raises:
         RequestValidationError: as for a request to /v1/chat/completions.

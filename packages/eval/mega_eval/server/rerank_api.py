@@ -51,7 +51,7 @@ def select_prompt_name(embedder: ServedEmbedder, names: tuple[str, ...]) -> str 
 def format_rerank_response(
     body: RerankRequest, query: Vectors, documents: Vectors, model: str, tokens: int
 ) -> dict[str, Any]:
-    """Return the JSON body of an answer of /v1/rerank; `query` is [1, P], and `documents` [N, P]."""
+    """Return the JSON body of a /v1/rerank answer: documents [N, P] by falling cosine similarity to `query` [1, P]."""
     lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
     scores = documents @ query[0] / np.maximum(lengths, 1e-12)
     order = np.argsort(-scores, kind="stable")[: body.top_n or None]

@@ -16,7 +16,7 @@ from mega_eval.server.server_metrics import ServerMetrics
 
 @dataclass
 class RunningAnswer:
-    """Answer to an API request whose text is being generated, within `seconds`; `release_requests` must be called once."""
+    """Answer to an API request, generated within `seconds`; after `stream_chunks` the caller must `release_requests`."""
 
     answer: AnswerWriter
     group: RequestGroup
@@ -30,7 +30,7 @@ class RunningAnswer:
         self._deadline = self._start + self.seconds
 
     async def build_answer(self) -> dict[str, object]:
-        """Wait until the generation ends and return the complete answer as a JSON object.
+        """Wait until the generation ends, release its requests, and return the complete answer as a JSON object.
 
         Raises:
             ApiRequestError: when it takes too long.

@@ -54,7 +54,7 @@ class ServedModels:
         return [name for service in self.services for name in (service.name, *service.adapters)]
 
     def find_model_service(self, name: str | None) -> ModelService:
-        """Return the service of the model called `name`, or whose adapter is called `name`; None: of the first model.
+        """Return the service of the model or adapter called `name` (None: the first model); an ApiRequestError if unknown.
 
         Raises:
             ApiRequestError: 404 for an unknown name.
@@ -67,7 +67,7 @@ class ServedModels:
         raise ApiRequestError(404, message, param="model", code="model_not_found")
 
     async def load_adapter(self, body: LoadAdapterRequest) -> None:
-        """Load an adapter into a running model.
+        """Load an adapter into a running model; an ApiRequestError if its name is in use or its folder is not allowed.
 
         Raises:
             ApiRequestError: when clients may not load adapters, the name is taken, or the folder is outside.
@@ -90,7 +90,7 @@ class ServedModels:
             self._loading.remove(body.lora_name)
 
     async def unload_adapter(self, body: UnloadAdapterRequest) -> None:
-        """Remove an adapter from a running model.
+        """Remove an adapter from a running model; an ApiRequestError if it does not exist or clients may not.
 
         Raises:
             ApiRequestError: when clients may not, or there is no such adapter.

@@ -25,8 +25,8 @@ JSON_HEAD = re.compile(rf'\s{{0,99}}\{{\s{{0,99}}"name"\s{{0,99}}:\s{{0,99}}"({N
 
 
 def parse_json_list_of_tool_calls(text: str, tools: Tools) -> list[ParsedAnswerDelta] | None:
-    """Return the deltas of the tool calls in JSON text; None if it is anything else.
-    The text is one call or a list of calls, each with a name and arguments; None also if one of them names no tool.
+    """Return the deltas of JSON text that is a call of one of `tools` or a list of such calls; None if it is anything else.
+    A call has a name and arguments.
     """
     try:
         read = json.loads(text)
@@ -85,13 +85,13 @@ def _parse_bare_json(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 
 def parse_json_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse an answer that is the JSON of calls (Llama 3)."""
+    """Yield the deltas of an answer that is the JSON of tool calls (Llama 3), or is content."""
     yield from _parse_bare_json(text, tools)
     yield from text.stream_until("content")
 
 
 def parse_hermes_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse calls as JSON in `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of calls."""
+    """Yield the deltas of an answer with JSON calls in `<tool_call>` tags (Hermes, Qwen), or that is the JSON of calls."""
     yield from _parse_bare_json(text, tools)
     while (yield from text.stream_until("content", "<tool_call>")):
         yield from text.skip_whitespace()
@@ -106,7 +106,7 @@ def parse_hermes_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 
 def parse_mistral_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse `[TOOL_CALLS]` with a JSON list of calls, or with `NAME[ARGS]{...}` for each call (Mistral)."""
+    """Yield the deltas of an answer with `[TOOL_CALLS]` and a JSON list of calls, or `NAME[ARGS]{...}` each (Mistral)."""
     while (yield from text.stream_until("content", "[TOOL_CALLS]")):
         yield from text.skip_whitespace()
         if text.unread.startswith("["):
@@ -128,7 +128,7 @@ def parse_mistral_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 
 def parse_deepseek_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` (DeepSeek).
+    """Yield the deltas of an answer with calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` (DeepSeek).
     They are `NAME<｜tool▁sep｜>{...}` (V3.1), or `function<｜tool▁sep｜>NAME` and JSON in a code block (V3, R1).
     """
     begins = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
@@ -144,7 +144,7 @@ def parse_deepseek_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas
 
 
 def parse_kimi_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}` (Kimi K2)."""
+    """Yield the deltas of an answer with `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}` (Kimi K2)."""
     begin, end = "<|tool_call_begin|>", "<|tool_calls_section_end|>"
     while mark := (yield from text.stream_until("content", "<|tool_calls_section_begin|>", begin)):
         while mark is not None and mark != end:
@@ -169,7 +169,7 @@ def _stream_named_call(
 
 
 def parse_glm_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse `<tool_call>NAME` with `<arg_key>` and `<arg_value>` (GLM 4.5)."""
+    """Yield the deltas of an answer with `<tool_call>NAME`, `<arg_key>` and `<arg_value>` (GLM 4.5)."""
     while (yield from text.stream_until("content", "<tool_call>")):
         head, mark = yield from text.take_until("<arg_key>", "</tool_call>")
         if (name := head.strip()) not in tools:
@@ -191,7 +191,7 @@ def parse_glm_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 
 def parse_qwen_coder_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse `<function=NAME>` with `<parameter=KEY>` (Qwen3-Coder)."""
+    """Yield the deltas of an answer with `<function=NAME>` and `<parameter=KEY>` (Qwen3-Coder)."""
     while mark := (yield from text.stream_until("content", "<tool_call>", "<function=")):
         if mark == "<tool_call>":
             yield from text.skip_whitespace()
@@ -235,7 +235,7 @@ def is_string_schema(schema: Any) -> bool:
 
 
 def parse_harmony_channels(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Parse messages on channels: reasoning on `analysis`, calls `to=functions.NAME`, content elsewhere (GPT-OSS)."""
+    """Yield the deltas of messages on channels: reasoning on `analysis`, calls `to=functions.NAME`, else content (GPT-OSS)."""
     if not (yield from text.skip_mark("<|channel|>", "<|start|>assistant", " to=")):
         yield from text.stream_until("content", "<|end|>", "<|return|>", "<|start|>")
     while text.unread or not text.ended:
@@ -254,13 +254,13 @@ def parse_harmony_channels(text: StreamingTextReader, tools: Tools) -> Deltas:
 
 
 def pass_text_as_content(text: StreamingTextReader, tools: Tools) -> Deltas:
-    """Pass all text on as content."""
+    """Yield the whole text of an answer as deltas of content."""
     yield from text.stream_until("content")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls of a model family.
+    """Format of a model family's tool calls: pattern of its chat templates, parser, and texts around name and arguments.
 
     Attributes:
         name: name of the format.

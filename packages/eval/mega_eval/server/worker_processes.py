@@ -58,7 +58,7 @@ class WorkerProcesses:
     async def render_chat(
         self, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
     ) -> str:
-        """Return the prompt text of a conversation, rendered by a chat template in a worker process.
+        """Return a conversation's prompt text by a chat template, from a worker process; a DataError beyond its limits.
         `begins` appends the start of an answer, and `continues` leaves the last message open.
 
         Raises:
@@ -70,7 +70,7 @@ class WorkerProcesses:
         )
 
     async def prepare_images(self, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
-        """Return image files decoded, resized and normalized for a vision encoder, in a worker process.
+        """Return image files decoded, resized and normalized by a worker process; a DataError beyond its limits.
 
         Raises:
             DataError: when one cannot be read, has too many pixels, or takes too long or too much memory.

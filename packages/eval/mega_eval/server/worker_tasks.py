@@ -30,7 +30,7 @@ sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
 def run_with_cpu_and_memory_limits(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, with limits of CPU time, memory and priority for this worker process.
+    """Return the result of `work`; beyond `seconds` of CPU time or the memory limit, this worker process ends.
     The operating system kills the process after `seconds` of CPU time, and without memory it ends.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
@@ -51,9 +51,7 @@ def run_with_cpu_and_memory_limits(seconds: float, work: Callable[[], T]) -> T:
 def render_with_limits(
     seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
 ) -> str:
-    """Return the prompt text that a chat template renders for a conversation, within limits.
-    It is called in a worker process, which is killed after `seconds` of CPU time.
-    """
+    """Return the prompt text that a chat template renders; beyond `seconds` of CPU time, this worker process ends."""
     return run_with_cpu_and_memory_limits(
         seconds,
         lambda: template.render_prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
@@ -61,9 +59,7 @@ def render_with_limits(
 
 
 def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
-    """Return image files decoded, resized and normalized for a vision encoder.
-    Called in a worker process, which is killed after `seconds` of CPU time.
-    """
+    """Return image files prepared for a vision encoder; beyond `seconds` of CPU time, this worker process ends."""
 
     def prepare_all() -> list[PreparedImage]:
         from mega_data.images.image_pixels import prepare_image
@@ -74,9 +70,7 @@ def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision
 
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
-    """Raise DataError unless a grammar compiles and generates text, within limits.
-    It is called in a worker process, which is killed after `seconds` of CPU time.
-    """
+    """Raise DataError unless a grammar compiles and generates text; beyond `seconds` of CPU time, this process ends."""
 
     def run_check() -> None:
         from mega_eval.grammar_compiler import check_grammar  # its libraries are loaded with the lower priority, too

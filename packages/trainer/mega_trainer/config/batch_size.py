@@ -15,7 +15,7 @@ from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCou
 
 
 class BatchRampupConfig(StrictConfig):
-    """Ramp-up of the global batch size from `start` by `increment` at a time to `batch.global`, at `samples` consumed."""
+    """Ramp-up of the global batch size from `start` by `increment` at a time to `batch.global`, reached at `samples`."""
 
     start: PositiveInt = Field(description="samples of the first step")
     increment: PositiveInt = Field(description="samples by which a step grows")
@@ -55,10 +55,7 @@ class BatchConfig(StrictConfig):
         return min(ramp.start + grown * ramp.increment, self.global_)
 
     def iterate_rampup_sizes(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (batch size, number of steps) of each stage of the ramp-up, before steps have `batch.global` samples.
-
-        The sizes come in order, from `consumed` samples on.
-        """
+        """Yield (batch size, number of steps) of each stage of `rampup` or `stages`, in order, from `consumed` samples on."""
         ramp = self.rampup
         while ramp is not None and (size := self.batch_size_after_samples(consumed)) < self.global_:
             beyond = range(1, ramp.samples // size + 2)

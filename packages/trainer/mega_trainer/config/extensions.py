@@ -56,7 +56,7 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ExtensionRegistry:
-    """The extensions of a run and, merged, all that they add."""
+    """Extensions of a run, and the objects that they add, such as mixers and model families, of all extensions together."""
 
     extensions: Sequence[Extension] = ()
 
@@ -310,7 +310,7 @@ def _declare_block(
 def find_extension_entry_problems(
     registry: ExtensionRegistry, kind: str, path: str, value: str, options: Mapping[str, Any], where: str
 ) -> Iterator[ConfigProblem]:
-    """Yield problems of a setting that names a built-in or an extension's object, such as `objective.kind`.
+    """Yield a problem if a setting such as `objective.kind` names no known object, or `options` do not fit the object.
 
     Args:
         kind: kind of entry, such as `objectives`.

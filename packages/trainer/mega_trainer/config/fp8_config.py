@@ -44,7 +44,7 @@ class Fp8Config(StrictConfig):
     bf16_last: NonNegativeInt = Field(0, description="number of last layers that stay in bf16")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield a problem if the recipe is `delayed`, which is accepted by name but not supported, or has no e5m2."""
+        """Yield a problem for the recipe `delayed`, which is not supported, and for a `format` with the recipe `nvfp4`."""
         if self.recipe not in MULTIPLES:
             rule = "is not supported: scales are computed from the current tensors, not from a history of earlier steps"
             yield ConfigProblem("recipe", rule, self.recipe, OTHER_RECIPE)

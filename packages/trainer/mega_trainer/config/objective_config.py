@@ -200,7 +200,7 @@ class ObjectiveConfig(StrictConfig):
         return self.temperature or (0.05 if self.kind == "contrastive" else 1.0)
 
     def get_label_loss(self, labels: int) -> LabelLoss:
-        """Return the loss of a head with this number of labels: `loss`, or its default."""
+        """Return `loss`, or its default for a head with `labels` outputs: `mse` for one, else `cross_entropy`."""
         return self.loss or ("mse" if labels == 1 else "cross_entropy")
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -300,10 +300,8 @@ class ObjectiveConfig(StrictConfig):
             rule = "requires a decoder and data of running text"
             yield ConfigProblem("objective.kind", rule, "distill", "set model.causal=true and data.kind=text")
         if self.top_k > model.vocab_size:
-            rule, hint = (
-                f"must be at most model.vocab_size = {model.vocab_size}",
-                f"set objective.top_k={model.vocab_size}",
-            )
+            rule = f"must be at most model.vocab_size = {model.vocab_size}"
+            hint = f"set objective.top_k={model.vocab_size}"
             yield ConfigProblem("objective.top_k", rule, self.top_k, hint)
 
     def _policy_problems(
@@ -317,13 +315,10 @@ class ObjectiveConfig(StrictConfig):
             rule = "must be FILE.py:FUNCTION or MODULE:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
         if batch.global_ % self.group_size:
-            rule, size = (
-                f"must be a multiple of objective.group_size = {self.group_size}",
-                lcm(self.group_size, batch.micro),
-            )
-            yield ConfigProblem(
-                "batch.global", rule, batch.global_, f"set batch.global={-(-batch.global_ // size) * size}"
-            )
+            rule = f"must be a multiple of objective.group_size = {self.group_size}"
+            size = lcm(self.group_size, batch.micro)
+            hint = f"set batch.global={-(-batch.global_ // size) * size}"
+            yield ConfigProblem("batch.global", rule, batch.global_, hint)
         for key in ("rampup", "stages"):
             if getattr(batch, key):
                 rule = "is not supported with objective.kind = grpo"

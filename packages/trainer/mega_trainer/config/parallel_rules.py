@@ -343,7 +343,7 @@ def find_zero_problems(parallel: ParallelConfig, lora: LoraConfig | None) -> Ite
 def find_comm_overlap_problems(
     parallel: ParallelConfig, precision: str, linear: str, *, ordered: bool
 ) -> Iterator[ConfigProblem]:
-    """Yield settings under which GEMMs cannot overlap with the collectives of tensor parallelism.
+    """Yield settings that conflict with `parallel.tp_comm_overlap`: GEMMs that overlap tensor-parallel collectives.
     `linear` is the configured library of linear layers, `ordered` is `debug.ordered_reductions`.
     """
     if not parallel.tp_comm_overlap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -123,6 +124,12 @@ class RunConfig(StrictConfig):
     )
     timeout_seconds: float = Field(600, gt=0, description="longest time that a rank may keep the others waiting")
     output: str = "runs/default"
+
+    @classmethod
+    def load_foreign_keys(cls) -> Mapping[str, str]:
+        """Return the fix for each key of other trainers' settings, from the table `foreign_keys.yaml`."""
+        table = load_yaml_mapping(Path(__file__).with_name("foreign_keys.yaml"))
+        return {key: fix for fix, keys in table.items() for key in keys.split()}
 
     @property
     def registry(self) -> ExtensionRegistry:
@@ -324,10 +331,8 @@ class RunConfig(StrictConfig):
                 "model.mla.indexer.kl_loss = 0 does not train the indexer: it keeps its present weights while the attention "
                 "that it selects for changes; set model.mla.indexer.kl_loss=1"
             )
-        last, ended = (
-            self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1)),
-            self.lr_schedule.decay_steps,
-        )
+        last = self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1))
+        ended = self.lr_schedule.decay_steps
         if not last and ended and self.train.steps - ended > 1:
             yield (
                 f"lr_schedule.decay_steps = {ended} ends the decay before the run: the learning rate is 0 in the last "
@@ -396,11 +401,8 @@ class RunConfig(StrictConfig):
 
     def _decoupled_problems(self) -> Iterator[ConfigProblem]:
         """Check the separate learning rates of the input embedding and the output layer."""
-        key, lowest, curve = (
-            "lr_schedule.decoupled_min_lr",
-            self.lr_schedule.decoupled_min_lr,
-            self.build_decoupled_lr_curve(),
-        )
+        key, curve = "lr_schedule.decoupled_min_lr", self.build_decoupled_lr_curve()
+        lowest = self.lr_schedule.decoupled_min_lr
         if curve is None and lowest is not None:
             hint = f"set optimizer.decoupled_lr={max(self.optimizer.lr, lowest)}, or remove {key}"
             yield ConfigProblem(key, "requires optimizer.decoupled_lr", lowest, hint)
@@ -446,6 +448,11 @@ def flatten_settings(value: object, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
+def format_overrides(settings: Mapping[str, object]) -> list[str]:
+    """Return settings, {dotted path: value}, as arguments PATH=VALUE of the option `--set`, with values as JSON."""
+    return [f"{path}={json.dumps(value)}" for path, value in settings.items()]
+
+
 def _iterate_texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -455,7 +462,7 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`.
+    """Return the content of a run.yaml with its abbreviations expanded, such as `model: {preset: name}`.
     The result needs no other file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
@@ -539,8 +546,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration to plan for: a run.yaml, or a model alone.
-    A model is a folder of weights or a HuggingFace config.json; it becomes a run without data.
+    """Read the run for `mega plan` from a run.yaml, or make one without data from a model alone: its folder or config.json.
 
     Raises:
         ConfigError: with every problem at once.

@@ -153,7 +153,7 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, data: DataConfig) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the data order or require validation in a run without it."""
+        """Yield `train` settings that conflict with the data's order or streaming, or require validation that is off."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:
@@ -287,10 +287,8 @@ class Fp16Config(StrictConfig):
                 power = ldexp(0.5, frexp(value)[1]) if 0 < value < inf else getattr(Fp16Config(), name)
                 yield ConfigProblem(name, "must be a power of two", value, f"set fp16.{name}={power}")
         if self.initial_scale < self.min_scale:
-            rule, hint = (
-                f"must be at least fp16.min_scale = {self.min_scale:g}",
-                f"set fp16.initial_scale={self.min_scale}",
-            )
+            rule = f"must be at least fp16.min_scale = {self.min_scale:g}"
+            hint = f"set fp16.initial_scale={self.min_scale}"
             yield ConfigProblem("initial_scale", rule, self.initial_scale, hint)
 
 

@@ -17,6 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mega_common.errors import DataError
+from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskBlock, BandMask
 
@@ -78,15 +80,27 @@ def get_combined_rank_and_size(groups: Sequence[CommGroup]) -> tuple[int, int]:
 
 
 def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> list[ImageBlock]:
-    """Return the blocks of at least two adjacent image tokens in token rows.
-    `images`, bool [B, S], marks image tokens with True; `starts` gives the start of each token's document, which no
-    block crosses.
+    """Return the blocks of at least two adjacent image tokens, as (row, range of its tokens); none crosses a document.
+    `images`, bool [B, S], marks image tokens with True; `starts` gives the start of each token's document.
     """
     found: list[ImageBlock] = []
     for row, own in enumerate(np.where(images, 0 if starts is None else starts, -1)):
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
         found += [(row, range(a, b)) for a, b in pairwise(cuts) if own[a] >= 0 and b - a > 1]
     return found
+
+
+def check_bidirectional_prompt(model: ModelConfig, length: int) -> None:
+    """Raise DataError for a prompt of `length` tokens that is longer than a sliding window, if it is bidirectional.
+    In transformers such a prompt ignores the window.
+    """
+    windowed = model.vision is not None and model.vision.bidirectional_prompt and model.has_attention_windows
+    if windowed and model.sliding_window is not None and length > model.sliding_window:
+        raise DataError(
+            f"a prompt with images has {length} tokens, more than sliding_window = {model.sliding_window}, which is not "
+            "supported with vision.bidirectional_prompt",
+            hint="use shorter prompts, or a model for smaller images",
+        )
 
 
 def make_image_block_masks(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[AttentionMaskBlock]:

@@ -185,9 +185,7 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
 
 
 def find_tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path | bytes]:
-    """Return the tokenizer files, or their content, that are copied along with a model, such as `tokenizer.json`.
-    The keys are their paths in the tokenizer's folder.
-    """
+    """Return {path in its folder: file or content} of the tokenizer files that are copied with a model."""
     if tokenizer.extension is not None:
         return {RECORD_FILE: tokenizer.extension.make_record(tokenizer.path.name.rpartition(":")[2])}
     folder = tokenizer.path.parent

@@ -16,7 +16,7 @@ from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import StepBatch
 from mega_data.images.image_pixels import compute_mrope_positions
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.batch_images import BatchImages, ImageBlock, find_image_blocks
+from mega_trainer.data.batch_images import BatchImages, ImageBlock, check_bidirectional_prompt, find_image_blocks
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import to_device
 from mega_trainer.parallel.context_parallel import get_context_rank_token_indices
@@ -49,21 +49,25 @@ class DocumentBounds:
         The bounds have the sequences' lengths, the start of each token's document, and the bidirectional blocks;
         `bidirectional`, bool [B, S], marks tokens of such blocks.
         """
-        starts = None
-        if documents is not None:
-            new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
-            starts = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+        starts = None if documents is None else _find_document_starts(documents)
         blocks = () if bidirectional is None else find_image_blocks(bidirectional, starts)
         return cls((positions.max(axis=1) + 1).tolist(), starts, blocks)
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> DocumentBounds:
-        """Return the document bounds of padded rows of `width` tokens.
-        The first `lengths` (int [B]) tokens of a row are real; the padding after them becomes a separate document.
+        """Return the document bounds of rows of `width` tokens; the padding of each is a separate document.
+        The first `lengths` (int [B]) tokens of a row are real.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
         return cls.from_positions(positions, padding.astype(np.int32) if padding.any() else None)
+
+
+def _find_document_starts(documents: np.ndarray) -> np.ndarray:
+    """Return the position of the first token of each token's document from document ids, both int64 [B, S]."""
+    new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    starts: np.ndarray = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+    return starts
 
 
 @dataclass(frozen=True)
@@ -221,9 +225,8 @@ class MicroBatch:
 def split_micro_batches(
     batch: StepBatch, config: RunConfig, device: torch.device, context: CommGroup | None = None
 ) -> Iterator[MicroBatch]:
-    """Cut the samples of an optimizer step into micro-batches on the device.
-    The micro-batches have `config.batch.micro` samples, in order, each on `device` and with only the tokens of this
-    rank of the `context` group.
+    """Yield a rank's samples of a step as micro-batches on `device`, of `batch.micro` samples and this context rank's tokens.
+    The samples stay in order; `context` is the context-parallel group.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have; for positions of packed documents that a module
@@ -237,6 +240,7 @@ def split_micro_batches(
     if affects is not None and (config.model.score or config.model.task_head):  # outputs other than next tokens
         affects = np.ones_like(affects)
     vision = config.model.vision
+    together = find_bidirectional_tokens(batch, config.model) if vision and vision.bidirectional else None
     mtp_arrays = [_mtp_arrays(batch, offset) for offset in range(1, config.model.mtp_layers + 1)]
     retrieved = _check_neighbors(batch, config.model)
     own = None
@@ -256,7 +260,7 @@ def split_micro_batches(
             sequence_bounds=DocumentBounds.from_positions(
                 batch.position_ids[part],
                 None if batch.document_ids is None else batch.document_ids[part],
-                batch.tokens[part] == vision.image_token if vision and vision.bidirectional else None,
+                together[part] if together is not None else None,
             ),
             samples=[int(sample) for sample in batch.sample_ids[part]],
             mtp_targets=[MtpTargets(*map(to_device_tensor, arrays)) for arrays in mtp_arrays],
@@ -393,6 +397,25 @@ def _segment_targets(labels: Tensor) -> SegmentOrderTargets:
     return SegmentOrderTargets(labels, torch.ones_like(labels, dtype=torch.float32))
 
 
+def find_bidirectional_tokens(batch: StepBatch, model: ModelConfig) -> np.ndarray:
+    """Return which tokens attend to later ones, bool [n, S]: those of images, or of the prompts of documents with images.
+    A prompt ends with the first token whose next token counts in the loss. Raises DataError for a prompt that is longer
+    than a sliding window.
+    """
+    assert model.vision is not None
+    images: np.ndarray = batch.tokens == model.vision.image_token
+    if not model.vision.bidirectional_prompt:
+        return images
+    documents = np.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
+    starts, counts = _find_document_starts(documents), batch.loss_weights != 0
+    before = np.cumsum(counts, axis=1) - counts
+    numbers = starts + np.arange(len(starts))[:, None] * starts.shape[1]  # a number for each document
+    found: np.ndarray = before == np.take_along_axis(before, starts, 1)
+    found &= np.bincount(numbers.ravel(), images.ravel(), numbers.size)[numbers] > 0
+    check_bidirectional_prompt(model, int(np.bincount(numbers.ravel(), found.ravel()).max()))
+    return found
+
+
 def _affects_loss(batch: StepBatch) -> np.ndarray:
     """Return which tokens affect the loss, bool [n, S]; see `MicroBatch.affects_loss_mask`."""
     counts = batch.loss_weights > 0
@@ -410,9 +433,9 @@ def _mtp_arrays(batch: StepBatch, offset: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def mtp_label_weights(batch: StepBatch, offset: int) -> np.ndarray:
-    """Return the loss weights, fp32 [n, S], of multi-token prediction (MTP) labels.
-    The label is the one `offset` positions after each next-token label; its weight is 0 where it is past the sample's
-    end or in another document.
+    """Return the loss weights, fp32 [n, S], of MTP labels `offset` positions further on, 0 past a document's end.
+    The label of multi-token prediction (MTP) is the one `offset` positions after the next-token label; without document
+    ids, a sample is one document.
     """
     weights = _shift_left(batch.loss_weights, offset)
     if batch.document_ids is not None:

@@ -96,7 +96,7 @@ class PromptDataset(BlendedDataset):
         return {str(self._path): k}
 
     def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
-        """Return no position: prompts are not streamed."""
+        """Return {}, as prompts are not streamed and no stream has a position."""
         return {}
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:

@@ -58,7 +58,7 @@ class CommTrafficCounter:
 
 @dataclass(eq=False)
 class CommGroup:
-    """Group of ranks along one axis of the parallel layout, as one member uses it.
+    """Ranks along one axis of the parallel layout, with this rank's index among them and the torch process group.
     It is the argument of all collectives in this module.
 
     Attributes:
@@ -124,9 +124,7 @@ def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
 def all_reduce(
     tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """All-reduce `tensor` in place, without a gradient; return the work to wait for with `async_op`, else None.
-    With `async_op`, None means that the result is complete.
-    """
+    """All-reduce `tensor` in place, without a gradient; return the work to wait for with `async_op`, None if complete."""
     if group.size == 1:
         return None
     group.record_call("all_reduce", tensor)
@@ -179,9 +177,7 @@ def start_all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Te
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False) -> CollectiveWork | None:
-    """Gather contiguous `tensor` [n, ..] of every rank into contiguous `out` [n * size, ..], without a gradient.
-    Returns the work to wait for when `async_op`.
-    """
+    """Gather contiguous `tensor` [n, ..] of all ranks into contiguous `out` [n * size, ..]; return the work if `async_op`."""
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -218,8 +214,8 @@ def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tupl
 def reduce_scatter_into(
     out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Sum a tensor over the group and write this rank's slice to `out` (reduce-scatter), without a gradient.
-    `tensor` [n * size, ..] and `out` [n, ..] are contiguous. Returns the work to wait for when `async_op`.
+    """Sum a tensor over the group and write this rank's slice to `out` (reduce-scatter); return the work if `async_op`.
+    `tensor` [n * size, ..] and `out` [n, ..] are contiguous. Without a gradient.
     """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
@@ -272,8 +268,8 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` into `out`, without a gradient.
-    This all-to-all is for contiguous tensors in a group of several ranks. Returns the work to wait for when `async_op`.
+    """Send `in_splits[r]` rows of `tensor` to each rank r, receive `out_splits[r]` into `out`; return work if `async_op`.
+    This all-to-all, without a gradient, is for contiguous tensors in a group of several ranks.
     """
     group.record_call("all_to_all", tensor)
     if group.has_no_process_group:

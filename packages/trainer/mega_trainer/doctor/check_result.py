@@ -42,7 +42,7 @@ class CheckResult:
 
 
 def make_speed_check_result(part: str, name: str, value: float, expected: float | None, unit: str) -> CheckResult:
-    """Return the result of a speed measurement, which is ok from the share `SLOWEST` of the expected speed on."""
+    """Return the result of a measured speed: ok if at least `SLOWEST` = 0.8 of `expected`, not judged if that is None."""
     verdict: CheckVerdict = "no expectation"
     if expected is not None:
         verdict = "ok" if value >= SLOWEST * expected else "failed"

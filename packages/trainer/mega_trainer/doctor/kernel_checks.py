@@ -68,10 +68,7 @@ class KernelCheck:
     measure: Callable[[torch.device], float]
 
     def run_check(self, device: torch.device) -> CheckResult:
-        """Compare the kernel with a plain computation on a device, and return the check result.
-
-        A kernel that this device cannot use (`ConfigError`) is skipped; one that raises another error has failed.
-        """
+        """Return the result of the check on a device: ok, failed (also if it raises), or skipped if it is not supported."""
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
             bound = self.bound if device.type == "cuda" else max(self.bound, BF16_BOUND)
@@ -126,9 +123,8 @@ def make_kernels(device: torch.device, **asked: str) -> Kernels:
 
 
 def relative_error(mine: Tensor, exact: Tensor) -> float:
-    """Return the relative error of a kernel's result against the exact result.
-    It is |mine - exact| / |exact| in the norm or, if larger, a fifth of that in the maximum norm: no element may be far
-    off. If `exact` is zero, it is the norm of the difference.
+    """Return the relative error in the norm or, if larger, a fifth of that in the maximum norm; absolute if `exact` is 0.
+    It is |mine - exact| / |exact|; by the maximum norm no element may be far off.
     """
     exact = exact.detach().double().flatten()
     difference = mine.detach().double().flatten() - exact

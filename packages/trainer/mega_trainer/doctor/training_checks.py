@@ -53,7 +53,7 @@ PLANNED_MODELS_CPU: Mapping[str, tuple[Mapping[str, Any], int]] = {"1M": (SMALL_
 
 
 def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
-    """Write an indexed data set of 64 documents of consecutive token ids, and return its path prefix."""
+    """Write the indexed data set `folder`/tokens, 64 documents of 2 x `sequence` consecutive ids; return its path prefix."""
     generator = np.random.default_rng(0)
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
         for _ in range(64):

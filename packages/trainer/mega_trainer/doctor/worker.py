@@ -62,12 +62,12 @@ class ExaminationPlan:
     machine: str | None
 
     def write_plan(self, folder: Path) -> None:
-        """Write the plan of an examination by `mega doctor` to its folder."""
+        """Write the plan to `folder`/examination.json."""
         (folder / PLAN).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read_plan(cls, folder: Path) -> ExaminationPlan:
-        """Return the plan of an examination by `mega doctor`, read from its folder."""
+        """Return the plan that `folder`/examination.json holds."""
         return cls(**json.loads((folder / PLAN).read_text()))
 
 

@@ -54,7 +54,9 @@ class VariantRuns:
 
     @classmethod
     def read_runs(cls, pattern: str, metric: str) -> VariantRuns:
-        """Read the runs of a variant; for `pattern` see `read_run_logs`.
+        """Read the runs of a variant with the mean of `metric` over the last tenth of their steps.
+
+        For `pattern` see `read_run_logs`.
 
         Raises:
             ConfigError: if no run is found, or a run has not logged the metric or has a value that is not finite.

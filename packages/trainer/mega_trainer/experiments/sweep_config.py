@@ -17,7 +17,7 @@ from pydantic import Field
 from mega_common.bounded_parsing import TAG_ERRORS, StrictYamlLoader
 from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig, apply_config_overrides, load_yaml_mapping
-from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.config.run_config import RunConfig, format_overrides, resolve_run_config
 
 SEED_KEY = "train.seed"
 _NUMBER = r"[\d.]+(?:e[+-]?\d+)?"
@@ -158,11 +158,6 @@ def _parse_range(text: str) -> NumberRange | None:
     return None
 
 
-def format_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as overrides KEY=VALUE of run.yaml."""
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-
-
 def build_checked_trial_config(base: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> RunConfig:
     """Return the configuration of the run.yaml `base` with the settings of a trial.
 
@@ -175,11 +170,7 @@ def build_checked_trial_config(base: Mapping[str, Any], settings: Mapping[str, A
 
 
 def check_each_swept_value(base: Mapping[str, Any], config: SweepConfig, source: str) -> None:
-    """Check each value of each setting alone, and the ends of ranges, with the run.yaml `base`.
-
-    Raises:
-        ConfigError: for an unknown setting, or a value that run.yaml refuses whatever the other settings are.
-    """
+    """Raise `ConfigError` for an unknown setting, or a value or end of a range that run.yaml rejects whatever the others."""
     build_checked_trial_config(base, {}, source)
     for key, values in config.values.items():
         for value in values if isinstance(values, list) else (values.low, values.high):

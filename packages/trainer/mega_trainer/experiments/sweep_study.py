@@ -26,6 +26,7 @@ from optuna.trial import TrialState, create_trial
 from mega_common.atomic_files import open_atomic_file
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides, load_yaml_mapping
+from mega_trainer.config.run_config import format_overrides
 from mega_trainer.experiments.sweep_config import (
     SEED_KEY,
     NumberRange,
@@ -33,7 +34,6 @@ from mega_trainer.experiments.sweep_config import (
     SweptValues,
     build_checked_trial_config,
     check_each_swept_value,
-    format_overrides,
 )
 from mega_trainer.pages.run_log import METRICS, RunLog
 
@@ -231,7 +231,7 @@ class Sweep:
         return not saves_here or any(each.step == log.last["step"] for each in log.list_checkpoints())
 
     def finish_trial(self, trial: int, *, failed: bool) -> None:
-        """Record a trial whose runs have ended.
+        """Record for the sampler the mean metric of a trial whose runs have ended, or that the trial failed.
 
         Raises:
             ConfigError: if the runs did not log the metric.
@@ -260,7 +260,7 @@ class Sweep:
         return TrialResult(trial, self.study.draw_trial(trial), state, logs, values, note if state == "failed" else "")
 
     def read_trial_results(self) -> list[TrialResult]:
-        """Return the results of all trials that have been drawn, best first; those without a value last."""
+        """Return the results of all drawn trials: done ones best first, then running, waiting and failed ones."""
         results = [self.read_result(trial) for trial in range(self.config.num_trials)]
         sign = 1 if self.config.goal == "min" else -1
         order = {"done": 0, "begun": 1, "waiting": 2, "failed": 3}

@@ -121,7 +121,7 @@ class CorruptionCheck:
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Compute the same micro-batch on all data ranks and compare losses and gradients bit by bit, if due at `step`.
+        """Raise `TrainingError` if loss or gradients of one micro-batch differ bitwise among data ranks, if due at `step`.
 
         The micro-batch is the first of data rank 0; with a pipeline, it is the first `pp` ones.
 
@@ -133,7 +133,7 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def compare_replicas_after_step(self, step: int, *, saves: bool) -> None:
-        """Compare replicated weights and optimizer state among ranks bit by bit, if due after `step` or before a save.
+        """Raise `TrainingError` if replicated weights or optimizer state differ among ranks, if due or before a save.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -158,7 +158,7 @@ class CorruptionCheck:
         )
 
     def check_unchanged_before_update(self, step: int) -> None:
-        """Check just before an update that no weight or optimizer state has changed since the previous update.
+        """Raise `TrainingError` if, just before an update, a weight or optimizer state has changed since the previous one.
 
         Nothing is checked without the hashes that `compare_replicas_after_step` took after the previous update.
 

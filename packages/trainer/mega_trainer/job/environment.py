@@ -38,10 +38,7 @@ def get_library_environment(config: RunConfig) -> dict[str, str]:
 
 
 def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """Return one line of text with the environment variables that set the behavior of libraries.
-    It has the values in `environment` of the variables of `get_library_environment`, with a note where the user has set
-    another value.
-    """
+    """Return a line with the values in `environment` of the variables that mega sets for libraries, noting other values."""
     chosen = get_library_environment(config)
     return ", ".join(
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
@@ -50,9 +47,7 @@ def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a description of this machine and its software.
-    Its keys are `host`, `machine`, `cpus`, and `versions` by package, CUDA and NCCL included.
-    """
+    """Return the name (`host`), GPU or processor (`machine`), `cpus` and package `versions` of this machine, as a dict."""
     import torch
 
     gpus = torch.cuda.is_available()

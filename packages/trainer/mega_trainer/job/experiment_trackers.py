@@ -56,10 +56,7 @@ def open_experiment_trackers(config: RunConfig, start: int) -> Iterator[Experime
 
 
 def load_or_create_run_id(path: Path, make: Callable[[], str] = lambda: uuid4().hex) -> str:
-    """Return the id of this run in the service of an experiment tracker.
-    It is in the file `path`, created by `make` if missing, so that a resumed run continues as one run in the tracking
-    service.
-    """
+    """Return the run id in the file `path`, written with that of `make` if missing, so that a tracker resumes the run."""
     if not path.exists():
         with open_atomic_file(path, text=True) as stream:
             stream.write(make())

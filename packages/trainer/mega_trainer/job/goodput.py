@@ -47,8 +47,7 @@ class GoodputCounter:
         self.lost["evaluation"] += phases.get("evaluate", 0.0)
 
     def metrics_fields(self, now: float) -> dict[str, float]:
-        """Return the goodput fields of a line of metrics.jsonl.
-        They are lost seconds by reason, and `goodput`, the share of the time that was not lost.
+        """Return the fields of metrics.jsonl `goodput`, the share of time not lost, and `lost/REASON`, in seconds.
 
         `now` must not jump: use the Unix time at the start of this process plus the monotonic time since.
         """

@@ -147,8 +147,7 @@ class MemoryCopyFolder:
         return copied
 
     def memory_map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
-        """Memory-map the file of a rank's in-memory checkpoint copy as a uint8 tensor.
-        The file belongs to `rank` and `slot`: a new file of `size` bytes, or without a size the existing one.
+        """Return a rank's memory copy as a uint8 tensor mapped to its file: a new one of `size` bytes, else the existing one.
 
         Raises:
             ConfigError: when there is not enough free memory.

@@ -26,7 +26,7 @@ from mega_trainer.distributed.device import to_host
 from mega_trainer.job.experiment_trackers import open_experiment_trackers
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, collect_slot_tensors_to_save
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.plan.flops import (
     compute_model_flops_per_token,
@@ -309,7 +309,7 @@ def _layer_name(name: str) -> str:
 def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
     """Return the sums of squares by name, fp64 [names], on the host, of the elements that this rank owns."""
     sums = torch.zeros(len(names), dtype=torch.float64)
-    for name, sharded in checkpoint_boxes_by_name(pairs).items():
+    for name, sharded in collect_slot_tensors_to_save(pairs).items():
         for box in sharded.boxes:
             sums[names.index(_layer_name(name))] += to_host(box.tensor.detach().double().square().sum())
     return sums

@@ -33,8 +33,7 @@ UNUSED_SECONDS = 3600.0  # before the folder of an unknown launcher is removed; 
 
 
 def load_secret_key(output: Path) -> bytes:
-    """Return the run's secret key, which signs its memory copies of the training state.
-    The key is in `<output>/.memory-key` (mode 0600), created when there is none.
+    """Return the key in `output`/.memory-key that signs a run's memory copies of its state; create the file if missing.
 
     Raises:
         ConfigError: when the file can be neither read nor written.

@@ -31,7 +31,7 @@ class StepProfiler:
         self._own: PhaseTimer | None = None  # of the step, if it is profiled
 
     def profile_steps(self, items: Iterable[T], first: int) -> Iterator[T]:
-        """Yield one item per training step from step `first` on, and profile the configured steps among them.
+        """Yield `items`, one per training step from step `first` on, and profile the configured steps among them.
         The time between two items is profiled as the step of the first of them.
         """
         if self._settings is None:

@@ -95,10 +95,7 @@ def _current_frames() -> Iterator[dict[int, FrameType]]:
 
 
 def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankCodePosition:
-    """Return the position of a rank's main thread in the step's phase, from the stacks of all threads.
-    `main` is the thread; if another thread, such as autograd's, waits for ranks on its behalf, return the position of
-    that thread.
-    """
+    """Return the position of the thread `main`, or of one that waits for ranks on its behalf, such as autograd's."""
     own = _thread_position(stacks.get(main, ()), phase)
     if own.waits:
         return own
@@ -107,7 +104,7 @@ def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, p
 
 
 def format_stack(lines: Sequence[StackLine]) -> list[str]:
-    """Return the innermost lines of a thread's stack as text, outermost first."""
+    """Return the 12 innermost lines of a thread's stack as text, outermost first."""
     return [str(line) for line in reversed(lines[:DEEPEST])]
 
 

@@ -42,7 +42,7 @@ JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
-    """Check that a run may resume from a checkpoint, and return log lines about changed settings.
+    """Return log lines about settings changed since a checkpoint; `ConfigError` if the run may not resume from it.
     `config` is the run's configuration, `where` the checkpoint of `step`, and `state` its saved state; a log line has a
     changed setting and its effects.
 
@@ -75,6 +75,29 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     return [*found, *_lr_change_lines(saved, consumed, config, where, found)]
 
 
+def find_resume_changes(config: RunConfig) -> list[str]:
+    """Return log lines about the checkpoint that a run would resume from and the settings changed since; empty for a new run.
+
+    The order of samples and the learning rate are not compared if `train.epochs` is set: its steps are known once the data is
+    open.
+
+    Raises:
+        CheckpointError: when the configured checkpoint does not exist.
+        ConfigError: as `check_resume_settings`.
+    """
+    if (checkpoint := find_start_checkpoint(config)) is None:
+        return []
+    saved = Checkpoint.open_folder(checkpoint)
+    if "settings" not in saved.trainer_state:
+        return []
+    config, where = inherit_data_order(config, saved.trainer_state), str(checkpoint)
+    if config.train.epochs is not None:
+        changes = list_allowed_setting_changes(saved.trainer_state["settings"], config, where)
+    else:
+        changes = check_resume_settings(saved.trainer_state, saved.step, config, where)
+    return [f"resumes from {where}", *(f"changed: {line}" for line in changes)]
+
+
 def _check_optimizer(saved: Mapping[str, Any], config: RunConfig, where: str) -> None:
     """Raise `ConfigError` for another optimizer, which would drop state that the checkpoint has, or lack some."""
     before, now = saved.get("optimizer", {}).get("name", config.optimizer.name), config.optimizer.name
@@ -86,11 +109,7 @@ def _check_optimizer(saved: Mapping[str, Any], config: RunConfig, where: str) ->
 
 
 def list_allowed_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
-    """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`.
-
-    Raises:
-        ConfigError: when a setting of the model differs.
-    """
+    """Return the settings that differ from saved ones as `path: old -> new`; `ConfigError` for a model that may not differ."""
     of_model, others = diff_run_settings(saved, config)
     fits = not of_model or _has_saved_tensors(saved, config)
     if of_model and not (fits and config.checkpoint.allow_changes):
@@ -178,7 +197,7 @@ def _lr_change_lines(
 
 
 def find_start_checkpoint(config: RunConfig) -> Location | None:
-    """Return the checkpoint to resume from: the configured one, else the newest of this run, else None.
+    """Return the checkpoint to resume from: the newest of this run, or the configured one if none is newer, or None.
 
     A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
     `checkpoint.resume = false` has none of its own (`run_folder`).
@@ -220,9 +239,9 @@ def _absolute_path(path: Location) -> Location:
 def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> TrainingStateCopy | Location | None:
-    """Return the start of a run from memory copies of its state, or None if no copy is newer than `checkpoint`.
+    """Return this rank's memory copy, or a checkpoint written from all copies, to start from; None if none is newer.
 
-    It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies.
+    It is this rank's copy if the number of ranks and the settings are equal.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (

@@ -110,7 +110,7 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
     raw = config.model_dump(mode="json", by_alias=True)
     raw["train"] |= {"exit_interval": step, "exit_after_minutes": None}
     raw["checkpoint"] |= {"load": checkpoint and str(checkpoint), "path": None, "save": False, "allow_lr_jump": True}
-    raw["log"] |= {"every": 1, "tensorboard": False, "wandb": None}
+    raw["log"] = {"tensorboard": False}  # no tracker gets a step twice
     return RunConfig.parse({**raw, "profile": None, "output": str(Path(config.output) / "replay")})
 
 
@@ -139,7 +139,7 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
 def compare_replayed_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield, for each replayed step, a line of text and whether its metrics equal the recorded ones bit by bit.
+    """Yield (line of text, whether the metrics are bitwise the recorded ones; True if none were) of each replayed step.
     `again` has the replayed steps and `recorded` the recorded ones.
     """
     for step, line in again.items():

@@ -171,7 +171,7 @@ class LossGuard:
 
 
 def exit_immediately() -> None:
-    """End this process without waiting for anything, such as a background save.
+    """End this process at once with exit status 130, without waiting for anything such as a background save.
     A later start removes unfinished files.
     """
     print("interrupted: the steps since the last save are lost", file=sys.stderr, flush=True)

@@ -28,15 +28,13 @@ class BandMask:
     right: int | None = None
 
     def visible_keys(self, rows: range, queries: int, keys: int) -> range:
-        """Return the range of keys that at least one query of a range of queries attends to.
-        `rows` is the range, among `queries` queries that end at the last of `keys` keys.
-        """
+        """Return the range of keys that queries `rows` attend to, with the last of `queries` queries at the last of `keys`."""
         ahead = keys - queries
         first = 0 if self.left is None else max(0, rows[0] + ahead - self.left)
         return range(first, keys if self.right is None else min(keys, rows[-1] + ahead + self.right + 1))
 
     def materialize_mask(self, rows: range, columns: range, ahead: int, device: torch.device) -> Tensor | None:
-        """Return the mask of ranges of queries and keys, bool [rows, columns], or None if all keys are attended.
+        """Return the bool mask [rows, columns] of a range of queries and of keys, true where attended; None if all are.
         `ahead` is keys minus queries in total.
         """
         sees_all = (self.left is None or columns[0] >= rows[-1] + ahead - self.left) and (
@@ -73,7 +71,7 @@ class PackedDocumentMask:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedDocumentMask:
-        """Return the attention mask of packed documents with given numbers of tokens.
+        """Return the attention mask of packed documents of `lengths` tokens, each masked by `band`, with tensors on `device`.
         The host does not wait for the device.
         """
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -193,8 +191,8 @@ class VisiblePagedKeys:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Cache slots of the visible keys, int64 [N * T].
-        Padding repeats a row's first key: slots that were never written may contain NaN.
+        """Cache slots of the visible keys, int64 [N * T], each row padded to the longest by its first key.
+        Slots that were never written may contain NaN.
         """
         positions = self.first[:, None] + self.offsets
         if self.mask is not None:
@@ -204,7 +202,7 @@ class VisiblePagedKeys:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Number of cached keys of each row, with those that a window hides, int32 [N]."""
+        """Number of cached keys of each row, including those that a window hides, int32 [N]."""
         return self.stop.int()
 
     @cached_property
@@ -214,5 +212,5 @@ class VisiblePagedKeys:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Indices of the keys in the padded batch, int64 [T]."""
+        """Indices 0 to T - 1 of the keys of a row in the padded batch, int64 [T]."""
         return torch.arange(self.longest, device=self.stop.device)

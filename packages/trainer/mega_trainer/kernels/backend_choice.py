@@ -57,12 +57,12 @@ class BackendFacts:
 
     @property
     def missing_gpu_problem(self) -> str | None:
-        """Error message for a kernel back end that requires a GPU if the run is on a CPU, else None."""
+        """End of an error message ("requires a GPU ..") about a kernel back end if the run is on a CPU, else None."""
         return "requires a GPU, and the run is on a CPU" if self.capability is None else None
 
     @property
     def flash_attention_problem(self) -> str | None:
-        """Error message if flash attention does not support the run's precision or head size, else None."""
+        """End of an error message ("requires ..") if flash attention does not support the precision or head size, else None."""
         if not self.half:
             return "requires precision = bf16, fp16 or fp8"
         if max(self.head) > WIDEST_HEAD or max(self.head) % 8:
@@ -71,15 +71,15 @@ class BackendFacts:
 
     @property
     def flex_attention_problem(self) -> str | None:
-        """Error message if FlexAttention cannot be compiled here or does not support the run's head size, else None."""
+        """End of an error message ("requires ..") if FlexAttention cannot be compiled or requires larger heads, else None."""
         if self.missing_gpu_problem or self.compiler_problem:
             return self.missing_gpu_problem or f"requires {self.compiler_problem}"
         narrow = min(self.head) < NARROWEST_FLEX_HEAD
         return f"requires a head size of at least {NARROWEST_FLEX_HEAD}, not {min(self.head)}" if narrow else None
 
     def recurrent_library_problem(self, kind: str) -> str | None:
-        """Return the error message if the library for `conv`, `scan` or `delta` cannot be used, else None.
-        They are parts of recurrent mixers.
+        """Return the end of an error message if the library for `conv`, `scan` or `delta` cannot be used, else None.
+        They are parts of recurrent mixers; the message begins with "requires".
         """
         if self.missing_gpu_problem or not self.half:
             return self.missing_gpu_problem or "requires precision = bf16, fp16 or fp8"
@@ -88,7 +88,7 @@ class BackendFacts:
         return self.missing_package_problem(RECURRENT[kind][1])
 
     def missing_package_problem(self, name: str) -> str | None:
-        """Return the error message, with the fix, if a package is missing or too old, else None."""
+        """Return the end of an error message ("requires .."), with the fix, if a package is missing or too old, else None."""
         have, oldest = self.installed.get(name), OLDEST[name]
         if have is not None and _numbers(have) >= _numbers(oldest):
             return None
@@ -121,7 +121,7 @@ class BackendChoice:
 def choose_kernel_backends(
     linear: str, attention: str, facts: BackendFacts, recurrent: Mapping[str, str] | None = None
 ) -> BackendChoice:
-    """Return the requested kernel back ends, or for `auto` the best available ones.
+    """Return the kernel back ends requested, for `auto` the best available; a ConfigError if a request cannot be met.
     `recurrent` are the requests for parts of recurrent mixers (`conv`, `scan`, `delta`).
 
     Raises:

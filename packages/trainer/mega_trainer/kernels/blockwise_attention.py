@@ -32,8 +32,8 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 def blockwise_attention(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> Tensor:
-    """Compute attention over all keys as one block, by a flash-attention kernel or in tiles.
-    Arguments and result are as in `Kernels.attention`; tiles are used where `flash` does not support the call.
+    """Compute differentiable attention over all keys as one block, by `flash` if it supports the call, else in tiles.
+    Arguments and result are as in `Kernels.attention`.
     """
     values = None if how.bias is None else how.bias.values
     y: Tensor = apply_autograd_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)
@@ -73,9 +73,7 @@ class _Attention(Function):
 
 
 def apply_attention_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention output and log-sum-exp after each head's attention sink has taken its share.
-    The share is of the probability; `y` is the attention output and `lse` the log-sum-exp without sinks.
-    """
+    """Return attention output and log-sum-exp with attention sinks, from `y` and `lse` without; a sink has no value."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return y * (lse - total).exp_().unsqueeze(-1), total
 

@@ -244,7 +244,7 @@ class Fp8Kernels(TorchKernels):
         return dx.view(*dy.shape[:-1], -1)
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X, multiplied in fp8.
+        """Return the weight gradient dW = dY^T X, multiplied in fp8, in or added to `out` if given.
 
         The result is rounded to the dtype of the activations before it is written to a wider `out`.
         """
@@ -312,7 +312,7 @@ def round_to_nvfp4(x: Tensor, rows: int = 1) -> Tensor:
 
 
 def rotate_blocks(x: Tensor) -> Tensor:
-    """Multiply each 16 columns of a matrix [M, K] by a Hadamard matrix with random signs, which spreads outliers.
+    """Multiply each 16 columns of a matrix [M, K] by a Hadamard matrix with fixed signs, which spreads outliers.
     The signs are Transformer Engine's; the product of two rotated matrices a b^T is that of the matrices.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -332,7 +332,7 @@ class Nvfp4Kernels(TorchKernels):
     """
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Round a linear layer's weight to NVFP4."""
+        """Return a linear layer's weight rounded to NVFP4, in its own dtype."""
         return round_to_nvfp4(weight, NVFP4_BLOCK)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
@@ -344,6 +344,6 @@ class Nvfp4Kernels(TorchKernels):
         return super().linear_dgrad(round_to_nvfp4(dy), self.prepare_weight(weight))
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X with operands rotated over tokens and rounded to NVFP4."""
+        """Return dW = dY^T X with operands rotated over tokens and rounded to NVFP4, in or added to `out` if given."""
         turned_dy, turned_x = (round_to_nvfp4(rotate_blocks(t.flatten(0, -2).t())) for t in (dy, x))
         return gemm_accumulation.gemm_into(turned_dy, turned_x.t(), out, add=add)

@@ -103,8 +103,8 @@ class _GatedActivation(Function):
 def gated_activation(
     gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: FusibleFunctionCompiler
 ) -> Tensor:
-    """Apply a gated activation, differentiable, with forward and backward as one kernel each if possible.
-    They are one kernel if `leaves` compiles; see `Kernels.gated_activation`.
+    """Return act(gate) * up, rows times `weights` if given, differentiable; one kernel each way if `leaves` compiles.
+    See `Kernels.gated_activation`.
     """
     y: Tensor = apply_autograd_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y
@@ -119,9 +119,7 @@ def upcast_to_fp32(x: Tensor) -> Tensor:
 
 
 def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
-    """Return 1 / sqrt(mean square + eps) of each row of x [N, D] as [N, 1].
-    `count` is D, the number that the sum of squares is divided by.
-
+    """Return 1 / sqrt(sum of squares / count + eps) of each row of x [N, D] as [N, 1]; for the RMS, `count` is D.
     For few rows pass tensors: torch makes a tensor of a number at each call, which takes as long as the operation.
     """
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -35,7 +35,7 @@ def gemm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
-    """Write values times a scalar into `out`, or with `add` add them to it: the gradient of a weight of `dtype`."""
+    """Write `values * scale` into `out`, or with `add` add it to `out`; on a CPU it is rounded to `dtype` before."""
     if not _is_gpu(out):  # not fused, for the rounding of a gradient that autograd passes on
         for some, part in zip(_split_for_cache(out), _split_for_cache(values), strict=True):
             write_or_add_values(some, (part * scale).to(dtype), add=add)
@@ -44,9 +44,7 @@ def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: 
 
 
 def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """Sum token gradients `values` [.., D] into the rows `row_indices` [..] of an embedding's gradient `out` [R, D].
-    With `add`, keep what `out` has.
-
+    """Write the sums of token gradients `values` [.., D] by row (`row_indices` [..]) to `out` [R, D], or with `add` add them.
     Values of the same row are added in a fixed order.
     """
     if not _is_gpu(out):

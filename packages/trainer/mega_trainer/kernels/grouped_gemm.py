@@ -20,7 +20,7 @@ from mega_trainer.kernels import gemm_accumulation
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Assignment of M rows to groups (experts) for a grouped GEMM.
+    """Assignment of consecutive rows to groups (experts) for a grouped GEMM, by the end of each group's rows.
     The first rows belong to group 0, the next to group 1, and so on; a group may be empty.
 
     Rows after those of the last group belong to no group: GEMMs skip them, and their outputs are arbitrary.
@@ -61,7 +61,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
 def grouped_wgrad_gemm(
     y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
-    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows.
+    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows, in or added to `out` if given.
     Shapes are [M, N] x [M, D] -> [G, N, D]; the gradient of an empty group is zero.
 
     `out` and `add` as for `gemm_accumulation.gemm_into`.

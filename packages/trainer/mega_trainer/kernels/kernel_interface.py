@@ -33,9 +33,7 @@ class RelativePositionBias:
     zero: int
 
     def compute_relative_bias_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
-        """Return the index into `values` for each pair of a query and a key: int64 [queries, keys].
-        The arguments are ranges of queries and keys; `ahead` is the total keys minus the total queries.
-        """
+        """Return the index into `values` of each query and key, int64 [queries, keys]; `ahead` is all keys minus all queries."""
         at = torch.arange(queries.start, queries.stop, device=self.values.device) + (ahead - self.zero)
         return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
 
@@ -96,9 +94,7 @@ class RotaryAngles:
 
     @cached_property
     def duplicated_cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles for the r rotated elements, as two tensors [B or 1, S, 1, r].
-        The sine is negated for the first half; both are repeated for both halves of the r elements.
-        """
+        """Cosine and sine, each repeated for both rotated halves, the first half's sine negated: each [B or 1, S, 1, r]."""
         return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
 
@@ -142,7 +138,7 @@ class Kernels(Protocol):
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient of a grouped linear layer, dY^T X over each group's rows.
+        """Return a grouped linear layer's weight gradient, dY^T X over each group's rows, in or added to `out` if given.
         The layer is `grouped_linear`; shapes are [M, N] x [M, D] -> [G, N, D], and the gradient of a group without rows
         is zero.
 
@@ -201,7 +197,7 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention to some of the keys and the log-sum-exp of scores, to be merged with other blocks.
+        """Return the attention to some of the keys and the log-sum-exp of scores, without sinks, to be merged with other blocks.
         The caller also applies attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the

@@ -47,7 +47,7 @@ class FusibleFunctionCompiler:
 
 
 def compile_with_own_cache(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function compiled by torch.compile, with compilations and a limit of its own.
+    """Return a function compiled by torch.compile, with its own cache of at most `MOST_SHAPES` compilations.
 
     By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the
     rest of the process, with only a warning.
@@ -65,7 +65,7 @@ def _argument_variant(arg: object) -> Hashable:
 
 
 def apply_autograd_function(function: type[Function], *args: Any) -> Any:
-    """Call `function.apply` of an autograd function with less host time, or only its forward without gradients.
+    """Call `function.apply` of an autograd function with less host time, or under `no_grad` only its `forward`.
     torch's check for transforms such as vmap, which takes a third of the call, is left out. The forward alone takes at
     most half of the host time.
     """
@@ -85,7 +85,7 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles fusible functions; `auto` does on a GPU with a working compiler.
+    """Return whether a run compiles fusible functions: `auto` on a GPU with a working compiler; true without one raises.
 
     Raises:
         ConfigError: when `setting` is true and the compiler does not work.

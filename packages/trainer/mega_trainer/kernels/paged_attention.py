@@ -57,7 +57,7 @@ def supports_paged_attention(
 def choose_paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: VisiblePagedKeys, how: AttentionScoreTransform
 ) -> PagedAttentionName:
-    """Return the fastest implementation of a call with the arguments of `Kernels.paged_attention`.
+    """Return the name of the implementation (flash, gathered or rows) that is likely fastest for a paged-attention call.
 
     `gathered` copies keys and values, padded to the longest row. It is not chosen where the copies cost more than one
     attention call per row, or too much memory.

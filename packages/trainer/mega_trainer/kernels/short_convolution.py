@@ -44,8 +44,8 @@ def fusible_causal_convolution_backward(
     preceding_tokens: Tensor | None,
     silu: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of a causal convolution: of x, of preceding tokens, of the weight and of the bias.
-    The preceding tokens are the k - 1 tokens before x; the pre-activation is recomputed.
+    """Return the gradients of a causal convolution: of x, of the k - 1 tokens before x, of the weight and of the bias.
+    The pre-activation is recomputed.
     """
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     dz = upcast_to_fp32(dy)

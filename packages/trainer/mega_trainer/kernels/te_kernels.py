@@ -22,7 +22,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 
 
 class TeLinearKernels(TorchKernels):
-    """Kernel back end whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
+    """Kernel back end whose linear layers use Transformer Engine's GEMMs, in fp8 or NVFP4 if a recipe is set.
 
     In fp8, M, D and N must be multiples of 16 (MXFP8 and NVFP4: 32).
 
@@ -53,11 +53,11 @@ class TeLinearKernels(TorchKernels):
         self.precise = recipe == "blockwise"  # block scales are applied during the accumulation
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Return a linear layer's weight as operand of Transformer Engine's GEMMs, in fp8 if a recipe is set."""
+        """Return a linear layer's weight as operand of Transformer Engine's GEMMs, quantised if a recipe is set."""
         return _prepare(self.weight, weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Return an output gradient dY as operand of Transformer Engine's GEMMs, in fp8 if a recipe is set."""
+        """Return an output gradient dY as operand of Transformer Engine's GEMMs, quantised if a recipe is set."""
         return _prepare(self.dy, dy)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:

@@ -102,7 +102,7 @@ class TorchKernels:
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient of `grouped_linear`."""
+        """Return the weight gradient of `grouped_linear`, in or added to `out` if given."""
         return grouped_gemm.grouped_wgrad_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -238,7 +238,7 @@ class SdpaAttention:
     def supports_call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> bool:
-        """Return whether it takes a call: plain scores; full or causal mask, or few queries to a band on a CPU."""
+        """Return whether scores are plain and the mask full or causal or, on a CPU without gradients, a band of <= 16 queries."""
         if how.has_unfused_terms or _is_full_or_causal(q, k, mask):
             return not how.has_unfused_terms
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"

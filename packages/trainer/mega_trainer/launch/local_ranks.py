@@ -83,9 +83,7 @@ def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
 
 
 def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
-    """Write the exit status that the launcher returns if a signal ends torchrun.
-    It is written into the file from which `launch.elastic` reads it.
-    """
+    """Write the exit status that `launch.elastic` returns if a signal ends torchrun; only local rank 0 of its jobs does."""
     if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
         Path(note).write_text(str(status))
 
@@ -180,10 +178,10 @@ def default_rank_count(layout_ranks: int, device: str) -> int:
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run a command as `count` ranks on this machine, and wait for them; signals to end are passed on.
+    """Run a command as `count` ranks on this machine, pass signals on to them, and return the exit status of the job.
 
     Returns:
-        0, or `INTERRUPTED_STATUS` when they have saved before their end.
+        0, `INTERRUPTED_STATUS` when they have saved before their end, or the status of a failure that rank 0 has shown.
     Raises:
         TrainingError: when a rank failed, with its rank, host, exit status and last output; its `exit_status` is the
             rank's. Also when a signal ended the ranks before they trained.
@@ -265,7 +263,9 @@ def _interpret_exit_codes(
     if not failures:
         return 0
     first = announced if announced in failures else next(iter(failures))
-    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), first)
+    # a rank that a signal killed had no time to announce an error; those that lost the connection to it did
+    expected = {-number for number in STOP_SIGNALS}
+    rank = next((rank for rank, status in failures.items() if status < 0 and status not in expected), first)
     shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # all ranks report a user error
     if shown and failures[rank] > 0:
         return failures[rank]
@@ -292,7 +292,7 @@ def _rank_failure(rank: int, failures: Mapping[int, int], logs: Path) -> Trainin
 
 
 def _format_exit_code(exitcode: int) -> str:
-    return f"signal {-exitcode}" if exitcode < 0 else f"exit status {exitcode}"
+    return f"signal {-exitcode} ({signal.Signals(-exitcode).name})" if exitcode < 0 else f"exit status {exitcode}"
 
 
 def _last_stderr_lines(logs: Path, rank: int) -> list[str]:

@@ -53,14 +53,14 @@ class AlternatingUpdate(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.router_norm")
 
     def predict(self, x: Tensor) -> Tensor:
-        """Return the predicted streams [B, S or S/T, n, D] from streams [.., n D]."""
+        """Return the predicted residual streams [B, S or S/T, n, D] before a layer, from its input streams [.., n D]."""
         streams = torch.unflatten(x, -1, (self.streams, -1))
         coefficients = self._coefficients(streams[..., self.active, :], self.prediction)
         mixing = torch.unflatten(coefficients, -1, (self.streams, -1))
         return streams + torch.matmul(mixing.to(x.dtype), streams)
 
     def correct(self, predicted: Tensor, y: Tensor) -> Tensor:
-        """Return the streams [B, S or S/T, n, D] corrected by the layer's output y [B, S or S/T, D]."""
+        """Return the residual streams [B, S or S/T, n, D]: `predicted`, corrected by the layer's output y [B, S or S/T, D]."""
         factors = 1 + self._coefficients(y, self.correction)
         change = y - predicted[..., self.active, :]
         return predicted + factors.to(y.dtype).unsqueeze(-1) * change.unsqueeze(-2)
@@ -116,7 +116,7 @@ class StreamExpansion(_StreamProjections):
         super().__init__(build, "altup_projections")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return streams [B, S or S/T, n D] of embedded tokens [B, S or S/T, D]."""
+        """Return the n residual streams [B, S or S/T, n D] of embedded tokens [B, S or S/T, D]."""
         return torch.cat(self.project(x, [x] * len(self.weights)), -1)
 
 
@@ -128,7 +128,7 @@ class MergedStreamsNorm(_StreamProjections):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm [B, S or S/T, D] of streams [B, S or S/T, n D]."""
+        """Return the norm [B, S or S/T, D] of the mean of residual streams [B, S or S/T, n D], projected and scaled."""
         first, *others = (stream.contiguous() for stream in x.chunk(len(self.weights) + 1, -1))
         y: Tensor = self.norm(torch.stack(self.project(first, others)).mean(0))
         return y

@@ -57,7 +57,7 @@ class AttentionCore(nn.Module):
             self.kernels = cast(Kernels, ModifiedScoreKernels(build.kernels, modify, self.first_head))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Return the attention of queries to keys and values, or to the KV cache if there is one: [batch, S, H, e].
+        """Return the attention of queries to keys and values, appended to the KV cache if there is one: [batch, S, H, e].
         Shapes are q [batch, S, H, d], k [batch, T, K, d] and v [batch, T, K, e], with H query and K key/value heads.
         """
         if context.cache is not None:
@@ -144,7 +144,7 @@ class ModifiedScoreKernels:
         return reference_attention(q, k, v, mask, how, modify=modify)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Compute attention of one query per batch row in generation; see `Kernels.decode_attention`."""
+        """Compute attention, with the modified scores, of one query per batch row in generation, row by row."""
         how, rows = AttentionScoreTransform(scale), []
         for query, key, value in zip(q, keys, values, strict=True):
             rows.append(self.attention(query[None, None], key.transpose(1, 2), value.transpose(1, 2), ALL, how)[0])

@@ -75,7 +75,7 @@ class DistillationTeacher(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a zero objective and the K most likely next tokens of each token, from the final hidden states.
+        """Return a zero objective, zero sums, and each token's K likeliest next tokens [B, S, 2 K]: log-probabilities, then ids.
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
         `Decoder.compute_objective`.
         """

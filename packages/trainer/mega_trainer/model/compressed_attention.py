@@ -74,7 +74,7 @@ class SequenceTokens:
         return cls([range(length - queries, length)], torch.zeros_like(at)[None], at[None])
 
     def windows_of(self, size: int) -> CompressionWindows:
-        """Return the windows of `size` tokens of each document; an incomplete one at its end has no entry."""
+        """Return the windows of `size` tokens of each document to be compressed, without an incomplete one at its end."""
         at = torch.arange(self.starts.shape[1], device=self.starts.device)
         first = (at - self.starts) % size == 0
         # the tokens at which windows begin and end in one document, in front; as many windows as the sequence can have
@@ -101,7 +101,7 @@ class SequenceTokens:
         return (at <= own) & (at > own - window) & (at >= self._starts_of(part))
 
     def mask_entries(self, part: range, windows: CompressionWindows, count: int) -> Tensor:
-        """Return the mask of the first `count` entries that the queries `part` may attend to.
+        """Return the mask of the first `count` compressed key/value entries that the queries `part` may attend to.
         They are those of windows that have ended in the query's document; bool [B or 1, n, `count`] for n queries.
         """
         begin, whole = windows.begin[:, None, :count], windows.whole[:, None, :count]
@@ -135,7 +135,7 @@ class CompressionWindows:
 
 
 class TokenCompressor(nn.Module):
-    """Compressor of each window of tokens to one entry, a gated mean of projections of its tokens.
+    """Compressor of each window of tokens to one key/value entry, a gated mean of projections of its tokens.
     `size` is the width of an entry; with `overlap`, an entry is over two windows.
     """
 
@@ -160,7 +160,7 @@ class TokenCompressor(nn.Module):
         return torch.cat([self.linear(x, self.value), self.linear(x, self.gate)], -1)
 
     def forward(self, projected: Tensor, sequence: SequenceTokens) -> tuple[Tensor, CompressionWindows]:
-        """Return the entries [B, W, e] of all windows, in their order, and the windows.
+        """Return the compressed key/value entries [B, W, e], one for each window of tokens, in order, and the windows.
         `projected` are the projections [B, S, c] of all tokens.
         """
         windows = sequence.windows_of(self.rate)
@@ -209,9 +209,7 @@ class EntryIndexer(nn.Module):
         return self.config.num_heads // self.tp.size
 
     def is_selective(self, length: int) -> bool:
-        """Return whether a sequence of `length` tokens has more entries than a query selects (`top_k`).
-        Always False in a dense indexer.
-        """
+        """Return whether `length` tokens have more compressed entries than a query selects (`top_k`); False if `dense`."""
         return not self.config.dense and length // self.compressor.rate > self.config.top_k
 
     def project_tokens(self, x: Tensor) -> Tensor:
@@ -233,7 +231,7 @@ class EntryIndexer(nn.Module):
 
     @torch.no_grad()
     def select(self, q: Tensor, weights: Tensor, entries: Tensor, seen: Tensor) -> Tensor:
-        """Return the mask of the entries that n queries attend to, bool [B or 1, n, entries], among those `seen`.
+        """Return the mask of the `top_k` best compressed entries for n queries, bool [B or 1, n, entries], among those `seen`.
         q is [B, n, h, d], weights are [B, n, h] and the index entries [B, entries, d].
         """
         if entries.shape[1] <= self.config.top_k:
@@ -350,7 +348,7 @@ class CompressedAttention(nn.Module):
     def attend_to_tokens(
         self, q: Tensor, key: Tensor, projected: Tensor, sequence: SequenceTokens, *index: Tensor
     ) -> Tensor:
-        """Attend with queries [B, s, H, d] to keys [B, S, d] in the window and to the entries of `projected` [B, S, c].
+        """Attend with queries [B, s, H, d] to keys [B, S, d] in the window and entries compressed from `projected` [B, S, c].
         `index` are index queries, their weights and the indexer's projections of tokens, of a layer with an indexer.
         """
         compressed = None if self.compressor is None else self.compressor(projected, sequence)
@@ -392,7 +390,7 @@ class CompressedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class CompressedCacheAttention(PackedCacheAttention):
-    """Attention function for the KV cache that computes entries of the cached tokens and attends to them.
+    """Attention function for the KV cache that attends to cached tokens in a window and to entries compressed from them.
 
     A query [1, w] is a token's queries of all heads, its index queries and their weights, one after the other; a key [1, w'] is a
     token's key, its projections and those of the indexer.

@@ -256,9 +256,7 @@ class Decoder(nn.Module):
         return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages.
-        It is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
-        """
+        """Return the shape [B, S or S/T, stream width] of a micro-batch's activations between two pipeline stages."""
         rows, length = batch.tokens.shape
         local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
         return rows, local_length, self.config.stream_width
@@ -290,10 +288,10 @@ class Decoder(nn.Module):
         """
         for index, layer in enumerate(self.layers):
             x = self.add_deepstack(self.saved.run_layer(index, layer, x, context), context, self.stage.first + index)
-        return self.fit_stream(x, heads=self.stage.heads)
+        return self.resize_stream_width(x, heads=self.stage.heads)
 
-    def fit_stream(self, x: Tensor, *, heads: bool = False) -> Tensor:
-        """Return hidden states in the width that the next stage or the head expects.
+    def resize_stream_width(self, x: Tensor, *, heads: bool = False) -> Tensor:
+        """Pad with zeros or cut hidden states of a model with expert shortcuts to the width that the next stage or head needs.
         In a model whose experts' output is added after the next layer, those for a stage have the stream's width, with zeros
         where there is no such output, and those for the head the model's.
         """

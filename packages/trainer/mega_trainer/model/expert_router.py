@@ -156,7 +156,7 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return K experts for each token of x [N, D] (-1: none), their weights, and x as the experts' input.
+        """Return K experts of each token of x [N, D] (-1: none), their weights, the experts' input; record loads in `routing`.
         Experts are int64 [N, K], weights [N, K].
 
         With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
@@ -309,7 +309,7 @@ def attach_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Raise the selection bias of experts below the mean load, and lower it above (arXiv:2408.15664).
+    """Raise the routers' selection bias by `bias_rate` for experts below the mean load, lower it above (arXiv:2408.15664).
     `loads` are the choices of each expert in a step, [layers, E].
     """
     for router in routers:

@@ -20,7 +20,7 @@ from mega_trainer.parallel.parameter_info import get_parameter_info
 def list_block_tensors(
     config: ModelConfig, factory: LayerFactory, where: str, layer: int, *, recurrent: bool
 ) -> dict[str, TensorShape]:
-    """Return the shape of each tensor of a layer's block, by its name after `model.layers.N.`.
+    """Return the shapes of a layer's block's tensors by name after `model.layers.N.`; a ConfigError for an invalid block.
     They are in the order of its parameters. `where` names the block in errors, and `layer` is the number of a layer that has it.
 
     Raises:
@@ -71,7 +71,7 @@ def list_block_tensors(
 
 
 def check_block_output(where: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """Check that a block returns a tensor of the shape and dtype of its input; a forward hook of its module.
+    """Raise a ConfigError unless a block's output has the shape and dtype of its input; a forward hook of its module.
 
     Raises:
         ConfigError: if it does not; `where` names the block.

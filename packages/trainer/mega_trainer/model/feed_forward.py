@@ -26,7 +26,7 @@ XIELU_START = {"p": math.log(math.expm1(0.8)), "n": math.log(math.expm1(0.8 - XI
 
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """Apply the model's feed-forward activation to hidden values, which halves their width if it is gated.
+    """Apply the model's feed-forward activation, which halves the width if gated, and multiply rows by `weights` if given.
     A gated activation maps [.., 2F] (gate, then up) to [.., F], others map [.., F] to [.., F]. Each row is multiplied
     by its `weights` [..], if given.
     """

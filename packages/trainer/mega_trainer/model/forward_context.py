@@ -90,7 +90,7 @@ class KVCache(Protocol):
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
-        """Append keys and values to a layer's cache, and attend to the cached keys, at most `window` for a query.
+        """Append keys and values (v None: the keys) to a layer's cache, and attend to at most `window` cached keys per query.
         k, v and q belong to the tokens of this call.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
@@ -110,7 +110,7 @@ class AttentionMask(Protocol):
     """Interface of attention masks over the tokens of a forward pass."""
 
     def mask_for_window(self, window: int | None) -> Tensor | AttentionMaskSpec:
-        """Return the attention mask of a layer whose queries attend to at most `window` keys.
+        """Return the attention mask of a layer whose queries attend to keys less than `window` positions away (None: to all).
 
         A tensor is boolean, [B or 1, 1, S, T].
         """
@@ -140,9 +140,7 @@ class SequenceMask:
     _chunked: dict[int, SequenceMask] = field(default_factory=dict)
 
     def cut_into_chunks(self, size: int, rows: int) -> SequenceMask:
-        """Return this mask with each document of the `rows` sequences cut into documents of `size` tokens (Llama 4).
-        Bidirectional blocks are left out.
-        """
+        """Return this mask without image blocks, with the documents of `rows` sequences cut to `size` tokens each (Llama 4)."""
         if size not in self._chunked:
             positions = np.arange(self.length)
             starts = np.zeros((rows, self.length), int) if self.document_starts is None else self.document_starts
@@ -151,13 +149,11 @@ class SequenceMask:
         return self._chunked[size]
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the attention mask over all tokens of a layer with a sliding window, without bidirectional blocks.
-        Queries attend to at most `window` keys each; None: no limit.
-        """
+        """Return the mask over all tokens of keys less than `window` positions away (None: no limit), without image blocks."""
         return self._square(range(self.length), window)
 
     def blocks_for_window(self, window: int | None) -> Sequence[ImageBlock]:
-        """Return the bidirectional blocks of a layer with a sliding window, or with full attention (None)."""
+        """Return the bidirectional image blocks of a layer with a sliding window, or with full attention (None)."""
         return () if self.blocks_in_windows and window is None else self.bidirectional_blocks
 
     def list_mask_blocks(self, queries: range, keys: range, window: int | None) -> list[AttentionMaskBlock]:
@@ -231,8 +227,7 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """State shared by all layers of one forward pass.
-    It has the attention mask, rotary angles, KV cache, dropout and expert routing.
+    """State shared by all layers of one forward pass: attention mask, rotary angles, KV cache, dropout, expert routing.
 
     Attributes:
         attention_mask: attention mask over the tokens.

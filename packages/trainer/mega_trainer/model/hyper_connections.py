@@ -79,7 +79,7 @@ class CollapsedNorm(nn.Module):
 
 
 def build_final_norm(build: LayerBuilder) -> nn.Module:
-    """Build the norm before the output head, of the summed residual streams if several; identity after post-norm."""
+    """Build the norm before the output head, which first merges several residual streams, if any; identity after post-norm."""
     if build.config.norm_position == "sum":
         return nn.Identity()
     norm = build.build_residual_norm("model.norm")

@@ -55,7 +55,7 @@ class PositionTypeEmbeddings(nn.Module):
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Multiply token embeddings [.., D] by the model configuration's factors.
+    """Return token embeddings [.., D] times sqrt(D) if the config scales embeddings, and times its `embedding_multiplier`.
     Gemma's sqrt(D) is rounded to their dtype, as in training.
     """
     if config.scale_embeddings:

@@ -221,7 +221,7 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return the factor on MLA's attention scores: 1 / sqrt(query size) unless set, times YaRN's mscale squared.
+    """Return the factor on MLA's attention scores: 1 / sqrt(query size) unless set, times any YaRN mscale squared.
     It is set by `attention_scale`; YaRN's factor applies if `rope.mscale_all_dim` is set.
     """
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)

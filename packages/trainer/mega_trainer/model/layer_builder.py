@@ -96,7 +96,7 @@ class LayerBuilder(ParameterBuilder):
         return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
-        """Build a fused column-parallel linear layer of several projections, split by heads over tensor ranks.
+        """Build a column-parallel linear layer that fuses projections split by heads, with their LoRA adapter, if any.
         The projections are [count * size, D], one for each of `blocks`.
         """
         config = self.config
@@ -123,7 +123,7 @@ class LayerBuilder(ParameterBuilder):
         return build_column_adapter(self, [SplitHeads(name, rows)], width, whole=True)
 
     def build_row_linear(self, name: str, width: int, *, bias: bool) -> RowParallelLinear:
-        """Build a row-parallel projection with a weight [D, width], whose output is added to the residual stream."""
+        """Build a row-parallel linear layer [D, width] for output to the residual stream, with its LoRA adapter, if any."""
         config, tp = self.config, self.groups.tp
         own, out = width // tp.size, config.hidden_size
         piece = TensorPiece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
@@ -141,7 +141,7 @@ class LayerBuilder(ParameterBuilder):
     def build_expert_input_projections(
         self, names: Sequence[str], *, bias: bool
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build the fused input projections, each [F, D], of this rank's experts, split by rows, and their biases.
+        """Build the fused input projections, each [F, D], of this rank's experts, split by rows, and their bias or None.
 
         The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q], for n names, P ranks along ep and Q along expert_tp.
         """
@@ -157,7 +157,7 @@ class LayerBuilder(ParameterBuilder):
         return out[0], out[1] if bias else None
 
     def build_expert_output_projection(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build the output projection of this rank's experts, split by columns, and its unsplit bias.
+        """Build the output projection of this rank's experts, split by columns, and its unsplit bias or None.
         The weight is [local experts, D, local columns], the bias [local experts, D].
         """
         own, width, out = self._expert_widths()

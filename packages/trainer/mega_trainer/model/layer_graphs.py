@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
-from mega_trainer.parallel.parameter_info import get_main_grad_writer
+from mega_trainer.parallel.parameter_info import get_main_grad_function
 
 GradViews = Mapping[nn.Parameter, Tensor]  # main gradients by parameter
 
@@ -49,9 +49,7 @@ class LayerGraphs:
     _calls: dict[GraphedLayer, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def prepare_replay(self, x: Tensor, context: ForwardContext) -> bool:
-        """Return whether the CUDA graphs can run for this input; if so, copy the context's values to their addresses.
-        The first call captures the graphs.
-        """
+        """Return whether the CUDA graphs, captured by the first call, can run for x; if so, copy the context's values in."""
         if not (torch.is_grad_enabled() and has_static_shapes(context)):
             return False
         if self._static is None and not self._capture(x, context):
@@ -184,7 +182,7 @@ def _added_main_grads(views: GradViews) -> Iterator[None]:
 
     The hooks of the buckets keep the parameters' nodes, which would run on the stream on which they were made.
     """
-    writers = {parameter: get_main_grad_writer(parameter) for parameter in views}
+    writers = {parameter: get_main_grad_function(parameter) for parameter in views}
     for parameter, view in views.items():
         parameter.main_grad = lambda view=view: (view, True)  # type: ignore[attr-defined]
     graph = torch.autograd.graph

@@ -136,9 +136,7 @@ def build_expert_adapter(
 
 
 def lora_init_std(width: int) -> float:
-    """Return the initial standard deviation of LoRA's matrix A for an input of `width` elements.
-    It equals the one of PEFT's uniform distribution; B starts at zero.
-    """
+    """Return the initial standard deviation of LoRA's A, 1 / sqrt(3 width), as of PEFT's uniform one; B starts at zero."""
     return 1 / math.sqrt(3 * width)
 
 

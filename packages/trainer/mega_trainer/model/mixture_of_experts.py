@@ -69,8 +69,8 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
-        Its width is 2 D with a shortcut. S/T is the length under sequence parallelism.
+        """Map hidden states [B, S or S/T, D] to the experts' output, of an equal shape or, with a shortcut, of width 2 D.
+        S/T is the length under sequence parallelism.
         """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
@@ -116,9 +116,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def split_zero_experts(x: Tensor, chosen: Tensor, weights: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor | None]:
-    """Return the choices with -1 for zero experts, and the weighted output of the zero experts [N, D].
-    Zero experts have no weights, and return their input x [N, D]. Choices are int64 [N, K]. Without zero experts the
-    output is None.
+    """Return the choices with -1 for zero experts, and these experts' weighted output [N, D]; None if the model has none.
+    Zero experts have no weights, and return their input x [N, D]. Choices are int64 [N, K].
     """
     if not moe.zero_experts:
         return chosen, None
@@ -150,7 +149,7 @@ class GroupedExperts(nn.Module):
         self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
-        """Map token rows sorted by expert [M, D] and routing weights [M] to the weighted expert outputs [M, D]."""
+        """Map rows sorted by expert [M, D] and their weights [M] to weighted expert outputs [M, D], partial over `expert_tp`."""
         after: Tensor | None = weights
         if self.weighted_inputs:
             x, after = x * weights.to(x.dtype).unsqueeze(-1), None

@@ -53,7 +53,7 @@ class MaskedLanguageHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply BERT's transform of hidden states before the output matrix, which keeps their shape.
+        """Apply BERT's transform norm(act(W x + b)) to hidden states, which gives them the width of the embedding.
         They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y: Tensor = self.norm(self.activate(self.linear(x, self.weight, self.bias)))
@@ -136,7 +136,7 @@ class OutputHead(nn.Module):
         self.pooler = SequencePooler(build) if config.pooler else None
 
     def prepare_hidden_for_logits(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled.
+        """Return the hidden states [B, S, width] that multiply the output matrix: transformed (BERT), scaled and gathered.
         They are computed from normalised hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         `logit_scale` is applied here, where there are fewer elements than in the logits.

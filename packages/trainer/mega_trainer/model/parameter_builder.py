@@ -65,7 +65,7 @@ class ParameterBuilder:
     def build_head_parameters(
         self, blocks: Sequence[SplitHeads], tail: tuple[int, ...] = (), **start: Any
     ) -> list[nn.Parameter]:
-        """Build the parameters with this tensor rank's heads of several tensors [count * size, *tail], concatenated.
+        """Build the parameters, usually one, that join this tensor rank's heads of several tensors [count * size, *tail].
 
         Consecutive blocks whose heads are shared by the same number of ranks are one parameter; usually there is one.
         `start` is the initialisation, as for `make_parameter`.

@@ -60,7 +60,7 @@ class LayerInputGate(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.post_per_layer_input_norm")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the addend of the stream [B, S or S/T, D] from this layer's input, gated by x of that shape."""
+        """Return the addend [B, S or S/T, D] to the residual stream from this layer's own input, gated by x of that shape."""
         assert context.layer_inputs is not None
         gated = torch.cat([self.linear(x, self.gate), context.layer_inputs[self.layer]], -1)
         h = self.saved.recompute_output("activation", self.activate, gated)

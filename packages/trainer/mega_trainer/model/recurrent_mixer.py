@@ -124,9 +124,7 @@ class SiluActivation(nn.Module):
 
 
 class RecurrenceRule(Protocol):
-    """Interface of a recurrence over the sequence: Mamba-2's scan or a gated delta rule.
-    It is computed for some of a tensor rank's heads.
-    """
+    """Interface of a recurrence over the sequence, such as Mamba-2's scan or a gated delta rule, for some of a rank's heads."""
 
     def __call__(
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass

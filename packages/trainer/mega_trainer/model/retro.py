@@ -67,9 +67,7 @@ class NeighborEncoderBuilder(LayerBuilder):
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter of the neighbor encoder (RETRO) like the parameters of the decoder's layers.
-        Its name in the checkpoint begins with the neighbor encoder's prefix.
-        """
+        """Build a parameter of the neighbor encoder, whose checkpoint names begin with `prefix`, not with `model.layers.`."""
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
 

@@ -87,7 +87,7 @@ class RotaryEmbedding:
 
 
 def query_scale_by_position(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the factor of each token's query by its position (scalable softmax), [B or 1, S, 1, 1], or None.
+    """Return the factor of each token's query by its position, [B or 1, S, 1, 1], or None without scalable softmax.
     The factor is 1 + b ln(1 + floor(position / original length)) (arXiv:2501.19399, in Llama 4's form), from int64
     `positions` [B or 1, S]; None without `rope.query_scaling`. With `no_rope_scaling` the first position is 1.
     """

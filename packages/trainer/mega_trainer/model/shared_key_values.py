@@ -18,7 +18,7 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 class KeyValueSource(SelfAttention):
-    """Self-attention whose keys and values later layers share."""
+    """Self-attention that leaves its keys and values in the forward context for later layers that share them."""
 
     def _split_and_rotate(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Split into queries, keys and values, and leave keys and values in the forward context."""

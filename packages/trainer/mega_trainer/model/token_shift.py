@@ -57,7 +57,7 @@ class TokenShift(nn.Module):
 
 
 def shift_between_ranks(x: Tensor, cp: CommGroup, tp: CommGroup) -> Tensor:
-    """Return the vector before each token of x [B, n, c], of sequences split over context ranks and then tensor ranks.
+    """Return the vector before each token of x [B, n, c], zeros at the start; sequences are split over `cp`, then `tp`.
 
     Only the last tokens of both halves of each rank's part are gathered, as a part has at most one gap, which is in its
     middle. The backward sums their gradients.

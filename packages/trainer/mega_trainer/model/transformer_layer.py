@@ -81,7 +81,7 @@ FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "mo
 
 
 def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
-    """Return the constructor of a mixer or feed-forward block of mega or of an extension.
+    """Return the constructor of a mixer or feed-forward block of mega or an extension; a ConfigError if it is not loaded.
 
     Raises:
         ConfigError: if its extension is not loaded.
@@ -120,8 +120,8 @@ class ResidualBranch(nn.Module):
         return x, normed
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the output of the residual branch, which is added to the residual stream.
-        x is the normalised stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """Return the branch's output for the normed stream x, with dropout and multiplier, to be added to the residual stream.
+        x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y: Tensor = (
             self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
@@ -133,7 +133,7 @@ class ResidualBranch(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + mixer(norm x), then x + feed_forward(norm x), with the branches that the layer has.
+    """Transformer layer, by default pre-norm: x + mixer(norm x), then x + feed_forward(norm x), if it has both.
 
     With `norm_position` "post" the addends are norm(mixer x) and norm(feed x) (arXiv:2501.00656), with "both"
     norm(mixer(norm x)) and norm(feed(norm x)) (arXiv:2408.00118). With `parallel_residual` the feed-forward has the mixer's

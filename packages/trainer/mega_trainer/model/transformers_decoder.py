@@ -165,7 +165,7 @@ class TransformersDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch; the first call verifies that the module attends as it must.
+        """Return the forward context of a micro-batch; the first call checks that the module attends causally, within documents.
         It has the positions and documents, as the module of transformers takes them.
         """
         packed = batch.sequence_bounds.document_starts is not None

@@ -25,7 +25,7 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.leaf_compiler import FusibleFunctionCompiler
-from mega_trainer.parallel.parameter_info import get_main_grad_writer
+from mega_trainer.parallel.parameter_info import get_main_grad_function
 
 # Elements of logits per chunk: enough to fill a GPU; on a CPU few enough that its allocator reuses the memory. On a CPU,
 # leaves work on parts of a chunk that fit the cache; by `compiled`, since eager leaves also make fp32 copies.
@@ -69,7 +69,7 @@ class _FusedLinearCrossEntropy(Function):
                     d_bias += logits.sum(0, dtype=d_bias.dtype)
         if d_hidden is not None:
             ctx.save_for_backward(d_hidden, d_head, d_bias)
-        ctx.dtype, ctx.main = head.dtype, get_main_grad_writer(head)
+        ctx.dtype, ctx.main = head.dtype, get_main_grad_function(head)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -161,8 +161,8 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the tokens' cross entropies with their labels, and each token's loss [N].
-    They are computed from `hidden` and the output matrix `head`, split over `group`, without keeping the logits.
+    """Return the weighted sum of the tokens' cross entropies (or `soft` losses) and each token's loss [N]; keep no logits.
+    They are computed from `hidden` and the output matrix `head`, split over `group`.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`. Its gradient is partial, to be summed over the ranks.
@@ -268,9 +268,7 @@ def fusible_cross_entropy_grad(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap * tanh(logits / softcap), or the logits if `softcap` is None.
-    The result is in at least fp32; minus infinity stays.
-    """
+    """Return softcap * tanh(logits / softcap), or the logits if `softcap` is None, in at least fp32; -inf stays -inf."""
     values = upcast_to_fp32(logits)
     if softcap is None:
         return values

@@ -31,8 +31,8 @@ class TeacherSource(Protocol):
     """Interface of sources of a teacher model's K most likely next tokens."""
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return the teacher's K most likely next tokens for each micro-batch.
-        They are ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
+        """Return (ids, log-probabilities) of the teacher's K most likely next tokens for each micro-batch, [B, s, K].
+        They are arbitrary except on the last pipeline stage.
         """
 
 
@@ -44,8 +44,8 @@ class LiveTeacher:
 
     @torch.no_grad()
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Run the teacher model and return its K most likely next tokens for each micro-batch.
-        They are ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
+        """Run the teacher and return (ids, log-probabilities) of its K most likely next tokens for each micro-batch.
+        They are [B, s, K], and arbitrary except on the last pipeline stage.
         """
         with self.executor.evaluation_mode():
             self.executor.run_operations(micro, 1.0)
@@ -62,8 +62,7 @@ class CachedTeacher:
         self._files = files
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Read the teacher's K most likely next tokens for each micro-batch from the cache files.
-        They are ids int64 [B, s, K] and log-probabilities [B, s, K].
+        """Read (ids, log-probabilities) [B, s, K] of the teacher's most likely next tokens for each micro-batch from cache files.
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -94,9 +93,7 @@ class DistillationObjective(TrainingObjective):
 def collect_teacher_top_k(
     teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the teacher's K most likely next tokens of each sample of a step, on every rank; all ranks must call.
-    They are to be written to the cache.
-    """
+    """Return the teacher's K most likely next tokens, `ids` and `log_probs` of each sample, on every rank; all must call."""
     groups, count, length = teacher.executor.parallel_groups, config.objective.top_k, config.data.seq_length
     micro = list(split_micro_batches(batch, config, device, groups.cp))
     top_k, positions = teacher.get_top_k(micro), get_context_rank_token_indices(length, groups.cp)

@@ -143,7 +143,7 @@ class PolicyObjective(TrainingObjective):
         self._step_metrics: dict[str, float] = {}
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return 1 term of the step's loss, as it is normalized over the answers, and infinity for each MTP layer."""
+        """Return 1, as the loss is normalized over the answers already, then infinity per MTP layer, to drop its loss."""
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
@@ -303,9 +303,7 @@ class PolicyObjective(TrainingObjective):
         return get_context_rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
 
     def compute_token_weights(self, log_probs: Tensor, samples: PolicySamples) -> Tensor:
-        """Return minus the gradient of the policy loss in each label's log-probability in a micro-batch [B, s].
-        The loss and metrics are added to this objective's sums.
-        """
+        """Return minus the gradient [B, s] of the policy loss in the log-probabilities; add loss and metrics to the sums."""
         settings = self.config.objective
         with torch.enable_grad():
             rows = self._gather_rows(log_probs).requires_grad_()

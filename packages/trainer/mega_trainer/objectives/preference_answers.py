@@ -173,12 +173,10 @@ def split_preference_answers(
 
 
 @torch.no_grad()
-def score_answers(
+def compute_answer_log_prob_sums(
     executor: PipelineExecutor, micro: Sequence[MicroBatch], answers: Sequence[PreferenceAnswers]
 ) -> list[Tensor]:
-    """Run a model; return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2], on the last stage.
-    On other stages they are zero.
-    """
+    """Run a model; return each micro-batch's summed answer log-probabilities, fp64 [P, 2], zeros except on the last stage."""
     with executor.evaluation_mode():
         executor.run_operations(micro, 1.0)
     if executor.last_stage_index not in executor.stages:

@@ -27,11 +27,11 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
+    compute_answer_log_prob_sums,
     contributes_answer_sums,
     count_answers,
     count_row_pairs,
     pair_mismatched_answers,
-    score_answers,
     split_preference_answers,
 )
 from mega_trainer.objectives.sample_cache import ReferenceModel
@@ -148,8 +148,7 @@ ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the
 
 
 def compute_preference_metrics(pairs: PreferenceLogProbs, rewards: Tensor) -> Tensor:
-    """Return the metrics of each of P preference pairs, [10, P].
-    There is one row per metric in the order of `PAIR_METRICS` (TRL's names) and then `ANSWER_SHARES`.
+    """Return TRL's metrics (`PAIR_METRICS`) and then `ANSWER_SHARES` of each of P preference pairs, [10, P].
 
     Missing answers have zeros.
     """
@@ -227,7 +226,7 @@ class PreferenceObjective(TrainingObjective):
         mismatched = pair_mismatched_answers(batch)
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
         answers = split_preference_answers(mismatched, micro, self.groups.cp)
-        policy = score_answers(self.executor, micro, answers)
+        policy = compute_answer_log_prob_sums(self.executor, micro, answers)
         reference = self.reference.get_answer_log_prob_sums(mismatched, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()
         ratio = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
@@ -238,9 +237,7 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return minus the gradient of the preference loss in each label's log-probability in a micro-batch [B, s].
-        The losses and metrics are added to this objective's sums.
-        """
+        """Return minus the gradient [B, s] of the preference loss in the log-probabilities; add loss and metrics to the sums."""
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
             pairs = PreferenceLogProbs(policy, reference, answers.tokens, kl)

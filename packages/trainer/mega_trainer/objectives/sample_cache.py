@@ -32,9 +32,9 @@ from mega_trainer.distributed.device import to_host
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
+    compute_answer_log_prob_sums,
     contributes_answer_sums,
     pair_mismatched_answers,
-    score_answers,
     split_preference_answers,
 )
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -183,7 +183,7 @@ class LiveReferenceModel:
         """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2].
         There are P pairs; with `what` "mismatched" (for KTO) the answers are moved to another question.
         """
-        return score_answers(self._executor, micro, answers)
+        return compute_answer_log_prob_sums(self._executor, micro, answers)
 
 
 class CachedReferenceModel:
@@ -215,10 +215,9 @@ class CachedReferenceModel:
 def collect_reference_log_prob_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the reference model's summed answer log-probabilities of each sample, for the cache.
-    If the loss (KTO) needs them, the log-probabilities of answers moved to another question are included.
+    """Return `answers`, and for KTO `mismatched`: reference log-probability sums fp64 [2 P] of each sample, on every rank.
 
-    Each is fp64 [2 P], on every rank. A collective call of all ranks.
+    Mismatched answers are those moved to another question. A collective call of all ranks.
     """
     kinds: tuple[SampleHalf, ...] = ("answers", "mismatched") if config.objective.kind == "kto" else ("answers",)
     return {str(what): _collect_answer_sums(executor, config, batch, what, samples, device) for what in kinds}
@@ -236,7 +235,7 @@ def _collect_answer_sums(
     batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
     micro = list(split_micro_batches(batch, config, device, groups.cp))
     answers = split_preference_answers(batch, micro, groups.cp)
-    sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
+    sums, width = compute_answer_log_prob_sums(executor, micro, answers), torch.tensor(answers[0].width)
     all_reduce(width, groups.world, "max")
     out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums
     for one, each, answer_sums in zip(micro, answers, sums, strict=True) if contributes_answer_sums(executor) else ():

@@ -59,8 +59,8 @@ class TrainingObjective:
         return torch.stack([sums[0], count])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return the metrics to write to metrics.jsonl for a step or a validation.
-        `figures` are the means of a step over `count` terms or of a validation (`count` None).
+        """Return {name: mean} of the objective's own metrics for a line of metrics.jsonl, from the means `figures`.
+        The means are of a step over `count` terms or of a validation (`count` None).
         """
         return dict(zip(self.metric_names, figures, strict=True))
 

@@ -69,7 +69,7 @@ class AdamWUpdateRule:
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of optimizer updates so far, which the bias correction uses."""
+        """Set the number of updates so far, which the bias correction uses."""
         for slot in self.slots:
             self._adamw.state[slot.main]["step"].fill_(value)
 

@@ -168,7 +168,7 @@ class OtherStateRule(Protocol):
         """Take over values that were loaded into copies of the state, if checkpoint tensors are copies."""
 
 
-def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
+def collect_slot_tensors(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
     """Return the values of tensors of parameter shards (slots) as sharded tensors by canonical parameter name.
     Each tensor is at least as long as its shard.
     """
@@ -179,7 +179,7 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
     )
 
 
-def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
+def collect_slot_tensors_to_save(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
     """Return this rank's share of the tensors of parameter shards to save to a checkpoint, by canonical name.
     Replicated tensors are divided among the ranks.
     """
@@ -187,5 +187,5 @@ def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> d
     for slot, values in pairs:
         by_replicas[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
     return merge_sharded_tensors(
-        split_replicated_tensors_to_save(boxes_by_name(own), groups) for groups, own in by_replicas.items()
+        split_replicated_tensors_to_save(collect_slot_tensors(own), groups) for groups, own in by_replicas.items()
     )

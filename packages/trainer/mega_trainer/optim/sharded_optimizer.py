@@ -20,8 +20,8 @@ from mega_trainer.optim.optimizer_slots import (
     OptimizerSlot,
     OtherStateRule,
     UpdateRule,
-    boxes_by_name,
-    checkpoint_boxes_by_name,
+    collect_slot_tensors,
+    collect_slot_tensors_to_save,
 )
 from mega_trainer.parallel.parameter_shards import ShardedStage
 
@@ -76,8 +76,8 @@ class ShardedOptimizer:
         return compute_grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
-        """Run one optimizer update with scaled gradients, and start to all-gather the new weights.
-        The gradients are multiplied by `scale` in place; `wait_for_params` waits for the weights.
+        """Multiply the gradients by `scale` in place, update the weights, and start to all-gather them.
+        `wait_for_params` waits for the weights.
 
         `decoupled_lr` is the rate of the input embedding and the output layer, if they have separate param groups.
         """
@@ -113,7 +113,7 @@ class ShardedOptimizer:
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
         """Return views of the reduced gradients by canonical parameter name, scaled once `apply_update` has run."""
-        return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
+        return collect_slot_tensors((slot, slot.shard.grads) for slot in self.slots)
 
     @property
     def update_count(self) -> int:
@@ -122,7 +122,7 @@ class ShardedOptimizer:
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of optimizer updates so far."""
+        """Set the number of updates so far of every update rule."""
         for rule in self._rules:
             rule.update_count = value
 
@@ -134,7 +134,7 @@ class ShardedOptimizer:
         Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.
         """
-        boxes = checkpoint_boxes_by_name if to_save else boxes_by_name
+        boxes = collect_slot_tensors_to_save if to_save else collect_slot_tensors
         others = (rule.other_checkpoint_tensors(to_save=to_save) for rule in self._other_state_rules)
         return {
             f"optimizer/{kind}/{name}": tensor

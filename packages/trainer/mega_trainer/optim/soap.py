@@ -60,10 +60,10 @@ class SoapMatrixState:
     def compute_update(
         self, grad: Tensor, step: int, *, betas: tuple[float, float], eps: float, gram_beta: float, frequency: int
     ) -> Tensor:
-        """Return the update of the matrices [.., M, N] from their gradient, and advance the state.
+        """Return the update of the matrices [.., M, N] from their gradient, zeros at `step` 1, and advance the state.
 
         Args:
-            step: number of this update, from 1; the first one is zero.
+            step: number of this update, from 1.
             betas, eps: as in Adam.
             gram_beta: decay of the averages L and R.
             frequency: updates between changes of the eigenvectors.

@@ -183,7 +183,7 @@ class SavedCheckpoint:
 def read_jsonl_records(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON mappings of a .jsonl file that have a number under `key`, one per line.
+    """Yield the JSON mappings of a .jsonl file that have a number under `key`; nothing if the file does not exist.
     Truncated lines are left out.
     """
     if not path.exists():

@@ -112,9 +112,7 @@ class _WaitForExchange(Function):
 
 
 def start_host_copy(table: Tensor) -> Callable[[], Any]:
-    """Start to copy an integer tensor to the host, and return a function that waits for the copy.
-    The returned function returns the numbers as `tolist` does.
-    """
+    """Start to copy an integer tensor to the host; return a function that waits for the copy and returns its `tolist()`."""
     host = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
         return host.tolist
@@ -129,8 +127,8 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 
 def start_row_all_to_all(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
-    """Start a differentiable all-to-all of rows, and return a function that waits for the received rows.
-    The all-to-all `exchange` sends the first of `rows`; the returned function returns the received rows, [length, ..].
+    """Start a differentiable all-to-all of rows; return a function that waits for the received rows and returns them.
+    The all-to-all `exchange` sends the first of `rows`; the received rows are [length, ..].
     """
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 

@@ -135,9 +135,9 @@ class KeyValueExchange(Protocol):
         """Call `work` with every context rank's number and packed keys and values, this rank's (`mine`) first."""
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient of this rank's keys and values, summed over what a function returns on all ranks.
-        The function is `work`, called with every rank's number and packed keys and values, this rank's (`mine`) first.
-        It returns the gradient of those keys and values from this rank's queries, in at least fp32.
+        """Call `work` for the gradients of each rank's keys and values; return the sum of all ranks' gradients of `mine`.
+        `work` is called with the rank's number and packed keys and values, this rank's (`mine`) first. It returns the
+        gradient of those keys and values from this rank's queries, in at least fp32.
         """
 
 
@@ -157,9 +157,8 @@ class RingKeyValueExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient of this rank's keys and values, summed over all ranks around a ring.
-        Call `work` with each rank's keys and values; the sum of the gradients that it returns follows one step behind,
-        and a last step brings it to its rank.
+        """Call `work` with each rank's keys and values, passed around a ring; return the sum of all ranks' gradients of `mine`.
+        The sum of the gradients that it returns follows one step behind, and a last step brings it to its rank.
         """
         following: RingTransfer | None = None
         for rank, coming in self._ring_steps():
@@ -195,9 +194,7 @@ class AllGatherKeyValueExchange:
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient of this rank's keys and values, summed over all ranks by reduce-scatter.
-        Call `work` with each rank's keys and values, which come from an all-gather.
-        """
+        """Call `work` with all-gathered keys and values of each rank; return the reduce-scattered gradient of `mine`."""
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
         for rank, part in self._gather_parts(mine):

@@ -124,8 +124,8 @@ class ExpertDispatcher(Protocol):
 
 
 def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Apply experts to dispatched tokens; return the weighted sums of their outputs [N, D] and the dropped choices.
-    The sums are zero for tokens without experts; the dropped choices are a number.
+    """Apply experts to dispatched tokens; return the weighted sums of outputs [N, D] and the number of dropped choices.
+    The sums are zero for tokens without experts.
     """
     received = dispatch.wait_for_rows()
     y = experts(received.x, received.weights, received.rows)
@@ -291,9 +291,7 @@ class _GroupedBias(Function):
 
 
 def add_grouped_bias(x: Tensor, bias: Tensor, rows: GroupedRows, weights: Tensor | None = None) -> Tensor:
-    """Add to each row of x the bias of its group (expert): [M, N] + [G, N] -> [M, N].
-    The bias is multiplied by the row's weight [M] if weights are given.
-    """
+    """Return x plus each row's group (expert) bias, times the row's weight if given, differentiable: [M, N] + [G, N]."""
     y: Tensor = _GroupedBias.apply(x, bias, weights, rows)  # type: ignore[no-untyped-call]
     return y
 

@@ -21,8 +21,7 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 @dataclass(frozen=True)
 class MicroBatchRouting:
-    """Expert routing state of one micro-batch in a training step.
-    It has the routers' inputs (masks, loss weights) and load counters of all layers.
+    """Expert routing of one micro-batch in a step: the routers' masks and loss weights, and the loads that they record.
 
     Attributes:
         affects_loss_mask: bool [B, S], tokens that can affect the loss; None: all.
@@ -49,8 +48,7 @@ class MicroBatchRouting:
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """Experts of a micro-batch's tokens for rollout routing replay (R3).
-    Given experts replace the router's choices, and all are recorded.
+    """Experts of a micro-batch's tokens for rollout routing replay (R3): those given to be used, and those recorded.
 
     Legend: L layers with experts, K experts per token.
 
@@ -110,11 +108,11 @@ class RoutedBatch(Protocol):
 
     @property
     def affects_loss_mask(self) -> Tensor | None:
-        """Mask of the tokens with an unmasked label at or after them, which alone can change the loss, bool [B, S]."""
+        """Mask of the tokens with an unmasked label at or after them, which can change the loss, bool [B, S]; None: all."""
 
     @property
     def token_indices(self) -> Tensor | None:
-        """Positions of this rank's tokens within the whole samples, int64 [S]."""
+        """Positions of this rank's tokens within the whole samples, int64 [S]; None if it has all tokens."""
 
 
 def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[MicroBatchRouting]:
@@ -129,7 +127,7 @@ def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_sca
 
 
 def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]:
-    """Return the expert load counters by layer, summed over micro-batches."""
+    """Return each layer's routing statistics `MicroBatchRouting.loads`, fp64 [6 + experts], summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 

@@ -80,9 +80,7 @@ class GradientBucket(ABC):
         self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the view of the bucket into which to write a parameter's next gradient, and whether to add it.
-        True adds the gradient to the view, False overwrites the view.
-        """
+        """Return the bucket's view for a parameter's next gradient, and whether to add or overwrite; call once per gradient."""
         add = parameter in self._filled
         self._filled.add(parameter)
         return self._grad_view(parameter), add

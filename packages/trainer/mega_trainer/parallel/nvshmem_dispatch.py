@@ -197,7 +197,7 @@ def launch_nvshmem_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -
 
 
 def all_to_all_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
-    """Exchange rows of symmetric-memory tables on a CPU by gloo, as the NVSHMEM kernel does on a GPU.
+    """Start to exchange the tables' rows on a CPU by gloo, as the NVSHMEM kernel does on a GPU; return the handle.
     `received` are the row counts from each rank.
     """
     to_ranks, from_ranks = tables.sent.tolist(), received.tolist()

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from mega_trainer.distributed.comm import CommGroup, start_ring_transfer
 from mega_trainer.kernels.kernel_interface import GemmOperand
 from mega_trainer.parallel.parallel_linear import SEQUENCE, ParallelLinearFunction
-from mega_trainer.parallel.parameter_info import get_main_grad_writer, get_weight_preparer
+from mega_trainer.parallel.parameter_info import get_main_grad_function, get_weight_preparer
 from mega_trainer.parallel.tensor_parallel import RowParallelLinear
 
 
@@ -155,7 +155,7 @@ class _OverlappedRow(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: OverlappedRowFunction) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
-        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
+        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_function(weight), get_weight_preparer(weight)
         return layer.compute_output(x, layer.prepare_weight_operand(weight, ctx.preparer))
 
     @staticmethod

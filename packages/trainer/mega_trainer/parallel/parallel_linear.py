@@ -42,7 +42,7 @@ from mega_trainer.parallel.parameter_info import (
     GemmOperandCache,
     MainGrad,
     QuantizedFrozenWeight,
-    get_main_grad_writer,
+    get_main_grad_function,
     get_weight_preparer,
 )
 
@@ -87,7 +87,8 @@ class DeferredWgradQueue:
 
 
 def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Compute deferred weight gradients, the last layer's first, and pass them to their parameters; empty `deferred`.
+    """Compute deferred weight gradients, pass them and those in `computed` to their parameters, and empty `deferred`.
+    The last layer's gradient is first.
 
     Args:
         deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.
@@ -203,7 +204,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinearFunction) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
-        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
+        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_function(weight), get_weight_preparer(weight)
         return layer.compute_output(x, layer.prepare_weight_operand(weight, ctx.preparer), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of the rest of this function

@@ -107,7 +107,7 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return a parameter of zeros with the local `shape`, and with its `ParameterInfo` attached.
+    """Return a parameter of zeros (with `packing` a placeholder) of the local `shape`, with its `ParameterInfo` attached.
     `pieces` locate it in canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `QuantizedFrozenWeight`; the parameter has the shape and dtype, and one zero in memory.
@@ -172,10 +172,8 @@ def is_weight_matrix(parameter: Tensor) -> bool:
     )
 
 
-def get_main_grad_writer(weight: Tensor) -> MainGrad | None:
-    """Return the function by which a backward writes a weight's gradient directly to a flat buffer, or None.
-    The function is a `MainGrad`; None means that autograd accumulates the gradient.
-    """
+def get_main_grad_function(weight: Tensor) -> MainGrad | None:
+    """Return a function that returns the flat-buffer view for a weight's gradient and whether to add, or None for autograd."""
     main: MainGrad | None = getattr(weight, "main_grad", None)
     return main
 

@@ -27,7 +27,7 @@ from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
 from mega_trainer.parallel.parallel_linear import SEQUENCE, DeferredWgradQueue, ParallelLinearFunction
-from mega_trainer.parallel.parameter_info import get_main_grad_writer, make_parameter
+from mega_trainer.parallel.parameter_info import get_main_grad_function, make_parameter
 
 
 class _SumForward(Function):
@@ -84,9 +84,7 @@ def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather x [B, S/T, D] over T tensor ranks to [B, S, D] under sequence parallelism (`sp`), else return x.
-    The backward sums the gradients of all ranks.
-    """
+    """Gather x [B, S/T, D] of T tensor ranks to [B, S, D] if `sp`, else return x; the backward sums all ranks' gradients."""
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
     y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
@@ -216,7 +214,7 @@ def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: boo
 
 
 def _lookup_rows(indices: Tensor, weight: Tensor) -> Tensor:
-    if get_main_grad_writer(weight) is None:
+    if get_main_grad_function(weight) is None:
         return nn.functional.embedding(indices, weight)
     x: Tensor = _MainGradEmbedding.apply(indices, weight)  # type: ignore[no-untyped-call]
     return x
@@ -228,7 +226,7 @@ class _MainGradEmbedding(Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.main = get_main_grad_writer(weight)
+        ctx.main = get_main_grad_function(weight)
         return nn.functional.embedding(indices, weight)
 
     @staticmethod

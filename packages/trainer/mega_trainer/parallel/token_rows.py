@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 def gather_token_rows_no_grad(x: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Return the token vector of each row of an expert-sorted buffer, without a gradient: x [N, ..] -> [M + 1, ..].
-    A row without a token has an arbitrary one.
+    A row without a token has an arbitrary one, and arbitrary values if there are no tokens.
     """
-    return x[slots.token_of_row]
+    return x[slots.token_of_row] if len(x) else x.new_empty((slots.row_count + 1, *x.shape[1:]))
 
 
 def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _GatherRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: ExpertRowAssignment) -> Tensor:
         ctx.slots = slots
-        return slots.pick_rows(x, slots) if len(x) else x.new_empty((slots.row_count + 1, *x.shape[1:]))
+        return slots.pick_rows(x, slots)
 
     @staticmethod
     @once_differentiable
@@ -131,7 +131,8 @@ class _PickChoiceValues(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, slots: ExpertRowAssignment) -> Tensor:
         ctx.slots = slots
-        return values.flatten()[slots.choice.clamp(min=0)]
+        # without tokens there is still one row, which no token fills
+        return values.flatten()[slots.choice.clamp(min=0)] if len(values) else values.new_zeros(len(slots.choice))
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_common.model_config import ModelConfig
@@ -44,8 +44,7 @@ PASS_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"
 
 @dataclass
 class PipelineExecutor:
-    """Executor of the operations of one pipeline rank.
-    It runs the rank's forwards, backwards and messages for each step, in the order of the schedule.
+    """Executor of one pipeline rank: runs its stages' forwards, backwards and messages in the order of a schedule.
 
     Attributes:
         schedule: operations of all ranks for one number of micro-batches; it is made again for another number.
@@ -84,7 +83,7 @@ class PipelineExecutor:
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
-        """Run this pipeline rank's operations of a step (without gradients only forwards), and return the loss sums.
+        """Run this rank's operations of a step (no backwards under `no_grad`); return its loss sums, zero before the last stage.
         The parameters' hooks collect gradients.
 
         A subsequence of the common order of all ranks that leaves out whole messages (send and receive), such as the
@@ -105,7 +104,7 @@ class PipelineExecutor:
         self._routings = (
             make_step_routings(batches, model.groups.dp, loss_scale) if has_layer_losses and model.training else ()
         )
-        self._remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
+        self._remaining, self.losses, self._contexts = dict.fromkeys(self.stages, len(batches)), {}, {}
         schedule = self._schedule_for(len(batches))
         operations = iter(schedule.ranks[self.group.rank])
         for op in operations:
@@ -148,13 +147,13 @@ class PipelineExecutor:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Put this rank's stages in evaluation mode, without dropout, while the `with` block runs."""
-        training = self.first_local_stage.training
-        for stage in self.stages.values():
-            stage.eval()
-        yield
-        for stage in self.stages.values():
-            stage.train(training)
+        """Put this rank's stages in evaluation mode, without dropout, for the `with` block, then back in their mode."""
+        stages, training = nn.ModuleList(self.stages.values()), self.first_local_stage.training
+        stages.eval()
+        try:
+            yield
+        finally:
+            stages.train(training)
 
     @property
     def last_stage_index(self) -> int:

@@ -313,7 +313,7 @@ class PipelineOpCosts:
         return seconds * (self.stages[op.stage] if self.stages else 1.0)
 
     def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
-        """Return the time of a forward and a backward that run as one pair."""
+        """Return the time of a forward and a backward that run as one pair, the sum of both."""
         return self.op_duration(forward) + self.op_duration(backward)
 
 
@@ -381,9 +381,7 @@ def compute_closed_form_bubble(schedule: PipelineSchedule, costs: PipelineOpCost
 
 
 def peak_in_flight_microbatches(schedule: PipelineSchedule) -> list[int]:
-    """Return, for each pipeline rank, the most micro-batches whose activations it has in memory at once.
-    A micro-batch is counted once for each of the rank's stages.
-
+    """Return each pipeline rank's peak number of micro-batches with activations in memory, each counted once per stage.
     The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """
     one = [1.0] * len(schedule.owners)
@@ -393,8 +391,8 @@ def peak_in_flight_microbatches(schedule: PipelineSchedule) -> list[int]:
 def compute_peak_pipeline_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
-    """Return the peak memory that a pipeline rank keeps for backwards.
-    It is in the unit of `activations` and `deferred` (memory of one micro-batch in each stage).
+    """Return a pipeline rank's peak memory from each stage's memory per micro-batch: `activations` to B or I, `deferred` to W.
+    It is in the unit of `activations` and `deferred`.
 
     Args:
         schedule: operations of all ranks.

@@ -19,7 +19,7 @@ CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload"
 def choose_parallel_layout(
     config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
 ) -> tuple[LayoutSettings, str]:
-    """Return layout settings by path for a run without `parallel` section, and a line that describes them.
+    """Return {path: value} of a layout for a run without `parallel`, empty if none fits, and a line that describes it.
     The layout is for `ranks` ranks of a machine.
 
     A resumed run keeps the layout of its `saved` configuration if that is legal on its ranks. Otherwise the layout is the best

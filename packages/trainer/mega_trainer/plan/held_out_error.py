@@ -13,19 +13,18 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.plan.machine import MachineSpec, load_plan_table
 
 
-def classify_model(model: ModelConfig) -> str:
+def classify_architecture(model: ModelConfig) -> str:
     """Return the kind of a model whose error is reported: `hybrid` with recurrent layers, else `experts` or `dense`."""
     return "hybrid" if model.is_recurrent else "experts" if model.moe else "dense"
 
 
 def describe_prediction_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
-    """Return the error of step-time predictions for published runs of this kind, for `mega plan --json`.
-    The runs form the narrowest class with published runs. The keys are `class`, `runs`, and the `median` and 90th
-    percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
-    generation of GPUs was published.
+    """Return `class`, `runs`, `median` and `p90` of the error of predicted step times of similar published runs.
+    The runs form the narrowest class with published runs; `median` and 90th percentile `p90` are of the absolute relative
+    error. There are only `class` and `runs` = 0 if no run of this kind of model on this generation of GPUs was published.
     """
     raw = load_plan_table("held_out_errors.yaml")
-    kind = classify_model(model)
+    kind = classify_architecture(model)
     names = [f"{of} {kind} {precision}" for of in (machine.gpu, machine.generation)]
     for name in (*names, f"{machine.generation} {kind}"):
         if found := raw.get(name):

@@ -544,9 +544,7 @@ class LayerCostModel:
         return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
 
     def predict_head_seconds(self) -> PassWork:
-        """Return the seconds of the output head for one micro-batch.
-        They are for norm, logits and loss; its forward also computes the gradients.
-        """
+        """Return the seconds of output head and loss for one micro-batch, with their gradients, all counted as forward."""
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
         three = forward + inputs + (weights if self.trained.head else 0.0)

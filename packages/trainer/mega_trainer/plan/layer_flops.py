@@ -29,9 +29,8 @@ MatrixShape = tuple[int, int]  # (out, in)
 def list_mixer_projection_shapes(
     model: ModelConfig, mixer: MixerKind | None
 ) -> tuple[list[MatrixShape], list[MatrixShape]]:
-    """Return the shapes [out, in] of a token mixer's projection matrices as two lists.
-    One list has the matrices that tensor ranks split by heads, with the output projection last; the other has the ones
-    that project into latents (MLA, gates of KDA).
+    """Return the shapes [out, in] of a token mixer's projections: those that tensor ranks split, and those into latents.
+    The first are split by heads, with the output projection last; the latents are those of MLA and of KDA's gates.
     """
     width = model.hidden_size
     if mixer in model.mixers:

@@ -20,7 +20,7 @@ import yaml
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides
 from mega_trainer.config.fp8_config import OTHER_RECIPE, check_fp8_device
-from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.run_config import RunConfig, format_overrides
 from mega_trainer.config.sections import ParallelConfig
 from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.device_memory import add_non_tensor_memory
@@ -33,7 +33,7 @@ from mega_trainer.plan.layout_candidates import (
     generate_layout_candidates,
 )
 from mega_trainer.plan.machine import CAPABILITIES, MachineSpec
-from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 from mega_trainer.plan.memory_prediction import iterate_memory
 from mega_trainer.plan.other_trainers import SEARCH_MARGIN, OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
@@ -51,7 +51,7 @@ class NoLayoutFitsError(ConfigError):
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """Layout of a run that fits the GPUs, with its predicted step time and memory.
+    """Valid layout of a run, with its predicted step time and memory.
 
     Attributes:
         settings: values by path; a run with these settings is valid.
@@ -134,7 +134,7 @@ def make_planned_run(
 
 
 def check_machine_precision(config: RunConfig, machine: MachineSpec) -> None:
-    """Raise `ConfigError` for a GPU of which no peak in the run's precision is known.
+    """Raise `ConfigError` if the run computes in FP8 or NVFP4 and the GPU has no known peak in it.
 
     Raises:
         ConfigError: with a precision or a recipe that it has.
@@ -150,7 +150,7 @@ def check_machine_precision(config: RunConfig, machine: MachineSpec) -> None:
 
 
 def check_machine_recipe(config: RunConfig, machine: MachineSpec) -> None:
-    """Raise `ConfigError` for a GPU without GEMMs of the run's FP8 recipe in mega's kernels.
+    """Raise `ConfigError` if the GPU has no known peak in the run's FP8 or NVFP4, or mega no kernels for the FP8 recipe on it.
 
     Raises:
         ConfigError: with a recipe or a precision that it supports.
@@ -347,7 +347,7 @@ def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
     count: ParameterCounts | None = None, like: OtherTrainer | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with given settings, in mega or another trainer, or None if it is not legal."""
+    """Return a layout's predicted time and memory, whether it fits or not, in mega or `like`; None for invalid settings."""
     changed = _apply_layout(config, settings, ranks)
     if changed is None:
         return None
@@ -381,8 +381,6 @@ def _predict_layout_memory(
 def plan_layout_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
-    """Return the planned layout with given settings, or None if it is invalid or does not fit.
-    It must be valid for the run and fit the machine's memory.
-    """
+    """Return a layout's predicted time and memory in mega, or None if it is invalid or does not fit the machine's memory."""
     layout = plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None

@@ -302,7 +302,7 @@ class Interconnect:
         return total * (ranks.size - 1) / ranks.size / rate + self.hop * ranks.size
 
     def all_reduce_seconds(self, total: float, ranks: RankPlacement, calls: int = 1) -> float:
-        """Return the seconds of an all-reduce of `total` bytes over a group of ranks, in equal parts by so many `calls`.
+        """Return the seconds of an all-reduce of `total` bytes over a group of ranks, in equal parts by `calls` calls.
 
         It is a ring's reduce-scatter and all-gather, or goes up and down a tree of nodes, each a chain of its ranks: NCCL takes
         the faster one. A tree's latency grows with the logarithm of the nodes.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_config_overrides
-from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.run_config import RunConfig, format_overrides
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 
 
 def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
-    """Return the parallel degrees, batch sizes and memory options of a run on `world_size` ranks.
+    """Return the layout of a run on `world_size` ranks: parallel degrees, batch sizes and memory options.
     Predictions of its step time and memory take them.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
@@ -48,16 +47,9 @@ def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConf
     return RunConfig.parse(apply_config_overrides(raw, format_overrides(settings)))
 
 
-def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
-    """Return settings, {dotted path: value}, as arguments of the option `--set`."""
-    return (f"{path}={json.dumps(value)}" for path, value in settings.items())
-
-
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings that frees memory, as an argument of `--set`.
-    It has the bytes that the change frees on the rank with the highest peak memory.
-    """
+    """Change of settings, as arguments of `--set`, and the bytes that it frees on the rank with the highest peak memory."""
 
     settings: tuple[str, ...]
     freed: int

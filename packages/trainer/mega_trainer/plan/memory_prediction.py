@@ -98,7 +98,7 @@ def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, in
 
 
 def iterate_memory(model: ModelConfig, run: TrainingLayout) -> Iterator[dict[str, int]]:
-    """Yield `predict_memory` of one pipeline rank after the other, each as it is needed."""
+    """Yield the predicted peak bytes by kind of each pipeline rank in turn, as `predict_memory`, computed when needed."""
     return (rank.bytes for rank in _iterate_peak_memory(model, run))
 
 

@@ -89,9 +89,7 @@ class MetaFusedAttention:
 
 
 class BalancedAllToAll(AllToAllDispatcher):
-    """All-to-all expert dispatcher for memory prediction.
-    It assumes an equal load on every expert and independent choices of experts.
-    """
+    """All-to-all expert dispatcher for memory prediction that assumes an equal load and independent choices of experts."""
 
     def _rank_capacity(self, tokens: int, choices: int) -> int:
         """Return the rows of a rank under an even load."""

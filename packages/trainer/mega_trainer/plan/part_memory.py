@@ -108,7 +108,7 @@ class WeightCounts:
 
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
-        """Count the elements of given parameters: dense and expert, trainable, and updated by Muon."""
+        """Count the elements of given parameters: dense and expert, trainable, and updated by Muon or SOAP."""
         packed = [each for each in map(get_quantized_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_quantized_weight(parameter) is None]
         is_expert = [
@@ -213,9 +213,7 @@ class PartMemoryCounter:
         return stack
 
     def count_layer_memory(self, index: int, *, whole: bool) -> ModelPartMemoryBytes:
-        """Return the memory of one layer of the model.
-        `index` is the layer's number; it is recomputed as a `whole` or else by the run's recompute setting.
-        """
+        """Return the memory of layer `index`, recomputed as a `whole` or else only in the modules of `selective`."""
         with self.fake_tensor_context():
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
             model = self._make_decoder(PipelineStageLayers(index, index + 1, embeds=False, heads=False), kind)

@@ -78,7 +78,7 @@ def _parse_with_unit(text: str, units: dict[str, float]) -> float | None:
 def estimate_training_budget(
     tokens: float, tokens_per_second: float, ranks: int, machine: MachineSpec
 ) -> dict[str, float]:
-    """Return `tokens`, `hours`, `energy_mwh` (of the GPUs at their power limit) and, if the machine has a price, `cost`."""
+    """Return `tokens`, `hours` and, if the machine has a price and a power limit, `cost` and `energy_mwh` of its GPUs."""
     hours = tokens / tokens_per_second / 3600
     energy = {"energy_mwh": hours * ranks * machine.power_w / 1e6} if machine.power_w else {}
     cost = {"cost": hours * ranks * machine.price} if machine.price is not None else {}

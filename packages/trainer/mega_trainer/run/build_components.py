@@ -375,7 +375,7 @@ def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
 
 
 def shard_pipeline_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
-    """Return the weights and gradients of each stage, by stage number, sharded over the data ranks by the ZeRO level."""
+    """Shard the parameters of each stage over data ranks by the ZeRO level, in place; return the shards by stage number."""
     level = config.parallel.zero
     zero_config = ZeroConfig(
         shard_grads=level > 0,

@@ -60,7 +60,7 @@ def build_objectives(
     valid: BlendedDataset | None,
     generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the training and the validation objective of a run.
+    """Build the training and validation objective of a run, after computing reference or teacher outputs not yet cached.
     They include the reference or teacher model that they need. A collective call of all ranks.
 
     A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
@@ -142,7 +142,7 @@ def _cache_reference(
 ) -> PrecomputedOutputCache:
     """Return the reference model's cached answer sums of these samples, after computing the missing ones."""
     key = (config.precision, config.objective.kind == "kto")
-    files = _open_cache(Path(config.output) / "reference", _reference_path(config), data, *key)
+    files = _open_cache(config, Path(config.output) / "reference", _reference_path(config), data, *key)
     if files.first_missing_sample(samples.start) < samples.stop:
         reference = load()
         compute = partial(collect_reference_log_prob_sums, reference, config, device)
@@ -166,7 +166,7 @@ def _build_teacher(
     if objective.teacher_logits == "live":
         return LiveTeacher(load_teacher_model(config, groups, device, model))
     folder = Path(objective.cache or Path(config.output) / "teacher")
-    files = _open_cache(folder, objective.teacher, data, config.precision, objective.top_k)
+    files = _open_cache(config, folder, objective.teacher, data, config.precision, objective.top_k)
     if files.first_missing_sample(samples.start) < samples.stop:
         live = LiveTeacher(load_teacher_model(config, groups, device, model))
         samples_per_file = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
@@ -175,9 +175,12 @@ def _build_teacher(
     return CachedTeacher(files)
 
 
-def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> PrecomputedOutputCache:
+def _open_cache(
+    config: RunConfig, folder: Path, path: str, data: BlendedDataset, *more: object
+) -> PrecomputedOutputCache:
     """Return the cache of a model's outputs for a data set, in a folder named by a hash of all their inputs."""
-    key = repr((fingerprint_base_model(path, open_weight_source(path))["digest"], data.fingerprint, *more))
+    source = open_weight_source(path, families=config.registry.families)
+    key = repr((fingerprint_base_model(path, source)["digest"], data.fingerprint, *more))
     return PrecomputedOutputCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
 
 

@@ -78,7 +78,7 @@ def detect_machine(config: RunConfig) -> str | None:
 
 
 def log_run_end(state: TrainState, reason: str | None) -> None:
-    """Log the end of a run that has saved its state.
+    """Log the end of a run; raise `TrainingInterrupted` if it saved its state and was stopped early for `reason`.
 
     Raises:
         TrainingInterrupted: when the run was stopped for `reason` before its last step; TrainingTerminated by SIGTERM.

@@ -108,9 +108,8 @@ class TrainState:
         self.guard.check_loss_and_grad_norm(self.step, result, samples)
 
     def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
-        """Return to an earlier checkpoint after a bad step, and skip all samples read since then.
-        It is the newest checkpoint at least `train.rollback_steps` steps before the bad step. Later checkpoints are
-        deleted.
+        """Return to an earlier checkpoint after a bad step, skip all samples read since then, and delete later checkpoints.
+        It is the newest checkpoint at least `train.rollback_steps` steps before the bad step.
 
         Raises:
             NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.

@@ -120,8 +120,8 @@ def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum a step's scalars and the routers' expert loads over all ranks by one all-reduce.
-    The scalars are losses, metrics and token counts; return both sums.
+    """Return a step's scalars and the routers' expert loads, both summed over all ranks by one all-reduce.
+    The scalars are losses, metrics and token counts.
 
     Args:
         scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.families.disk_layouts import TensorSlice
 from mega_ckpt.formats.hf_write import iterate_tensor_fillers, plan_hf_folder
 from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap
@@ -99,8 +100,9 @@ class RankShareWeightSource:
 
 
 def stream_weight_buckets(
-    source: RankShareWeightSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
-) -> Iterator[NamedTensors]:
+    source: RankShareWeightSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None,
+    families: Sequence[ModelFamily] = ()
+) -> Iterator[NamedTensors]:  # fmt: skip
     """Yield all weights under their HuggingFace names, several whole tensors at a time (a bucket).
     They are in the order of an exported folder's files.
 
@@ -111,11 +113,12 @@ def stream_weight_buckets(
         size: largest bytes of a bucket; a larger tensor gets a bucket of its own.
         family: `model_type` whose names to use; None chooses as an export does.
         dtype: to cast floating-point weights to.
+        families: families that extensions add.
 
     Raises:
         CheckpointError: when no family, or not the given one, supports the whole model.
     """
-    plan = plan_hf_folder(source, family=family, dtype=dtype)
+    plan = plan_hf_folder(source, family=family, dtype=dtype, families=families)
     waiting: list[PlannedTensor] = []
     free = size
     for planned in iterate_tensor_fillers(plan, source.copy_tensor_slice_share):

@@ -77,7 +77,7 @@ def nan_as_infinity(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def largest_error(mine: NamedTensors, reference: NamedTensors) -> float:
+def compute_largest_tensor_error(mine: NamedTensors, reference: NamedTensors) -> float:
     """Return the largest relative error of all tensors, as `compute_relative_tensor_errors` measures it."""
     return max(compute_relative_tensor_errors(mine, reference).values(), default=0.0)
 
@@ -89,7 +89,9 @@ def compare_outcomes(mine: CaseOutcome, reference: CaseOutcome) -> dict[str, flo
         "norm": _number_error(mine.norms, reference.norms),
     }
     kinds = reference.tensors_by_kind()
-    return numbers | {kind: largest_error(held, kinds[kind]) for kind, held in mine.tensors_by_kind().items()}
+    return numbers | {
+        kind: compute_largest_tensor_error(held, kinds[kind]) for kind, held in mine.tensors_by_kind().items()
+    }
 
 
 def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
@@ -119,7 +121,7 @@ def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequ
 
 @dataclass(frozen=True)
 class RankFindings:
-    """Findings of one rank about a tested layout: errors of its part, the boxes that it holds, the shapes of all tensors."""
+    """Findings of one rank about a tested layout: errors of its tensor slices, these slices, and all tensors' shapes."""
 
     errors: dict[str, float]
     boxes: BoxesByName

@@ -108,7 +108,7 @@ class CaseTrainer:
         return objective.prepare_micro_batches(batch, micro), objective.count_step_terms(batch)
 
     def step(self, number: int | None = None, *, lr: float = LEARNING_RATE) -> StepResult:
-        """Train on the batch of the next step, or of step `number`."""
+        """Train on the batch of the next step, or of step `number`, and return the step's result."""
         micro, tokens = self.make_micro_batches(self.state.step if number is None else number)
         settings = self.config.optimizer
         result = train_step(
@@ -133,7 +133,7 @@ class CaseTrainer:
 
 
 def copy_sharded_tensors_to_host(tensors: NamedTensors) -> dict[str, ShardedTensor]:
-    """Return copies on the host that later steps do not change."""
+    """Return copies of sharded tensors in host memory, which later steps do not change."""
     return {
         name: ShardedTensor(
             held.shape, [TensorBox(box.offset, box.tensor.detach().to("cpu", copy=True)) for box in held.boxes]
@@ -151,7 +151,7 @@ class _GroupListing(ProcessGroupCache):
 
 
 def make_case_process_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
-    """Make all process groups that the cases need. A collective call of the whole world.
+    """Return a cache with new process groups for all cases. A collective call of the whole world.
 
     Torch names a group that its members alone ask for by how many groups each has made before, so that ranks which went
     through different layouts would wait for each other; here all ranks make all groups in one order.

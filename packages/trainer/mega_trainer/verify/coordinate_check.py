@@ -31,7 +31,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Root mean square of the change of each activation after some steps, at several widths.
+    """Coordinate check of muP: root mean square of each activation's change after some steps, at several widths.
 
     Attributes:
         base_width: width at which muP changes nothing.
@@ -116,7 +116,7 @@ class CoordinateCheck:
 def check_coordinates(
     config: RunConfig, widths: Sequence[int], advance: Callable[[str], None] = lambda what: None
 ) -> CoordinateCheck:
-    """Train a tiny model of the run's kind at several widths, with muP and without, and measure its activations.
+    """Return the coordinate check of a tiny model of the run's kind, trained at several widths with muP and without.
 
     Args:
         config: the run; the base width is that of `optimizer.mup`, or else the smallest of `widths`.

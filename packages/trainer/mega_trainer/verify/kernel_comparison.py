@@ -19,7 +19,7 @@ KERNEL_BOUNDS: Mapping[str, float] = {"fp64": TOLERANCE, "fp32": 3e-5, "bf16": 5
 
 @dataclass
 class KernelFindings:
-    """Comparison of one kernel with mega's.
+    """Comparison of an extension's kernel with mega's kernel for the same operation.
 
     Attributes:
         precision: widest precision in which the kernel computes calls of the tiny model; None if there is none.
@@ -33,7 +33,7 @@ class KernelFindings:
 
 
 def compare_kernels(case: LayoutCase, names: Sequence[str]) -> Iterator[KernelFindings]:
-    """Yield the comparison of each kernel of `kernels.functions` in this process."""
+    """Yield the comparison of each extension kernel in `names` with mega's, by a training step in this process."""
     for kernel in case.config.registry.select_kernels(names):
         found = KernelFindings()
         for precision in KERNEL_BOUNDS:

@@ -236,11 +236,7 @@ def iterate_layouts(
 
 
 def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> tuple[int, dict[str, Any]]:
-    """Draw the pipeline stages and the batch of a layout, which it leaves open.
-
-    Returns:
-        The number of layers, and fields of a `LayoutCase`.
-    """
+    """Draw what a layout leaves open: the number of layers, and fields of a `LayoutCase` for stages and batch."""
     stages = parallel["pp"] * parallel["virtual_stages"]
     layers, chosen = max(2, stages), dict(parallel)
     if stages > 1 and rng.random() < 0.3:

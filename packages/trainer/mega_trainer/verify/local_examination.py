@@ -67,10 +67,11 @@ def describe_rank_error(error: Exception) -> str:
 
 
 def compute_error_tolerance(verdict: CaseVerdict) -> float:
-    """Return the largest error that rounding explains in a tested layout, at least `TOLERANCE`.
+    """Return the largest error that rounding explains in a tested layout, measured by a run in one process if needed.
 
-    The error of other micro-batches in one process shows by how much a model magnifies rounding within the steps of the case.
-    A layout sums over ranks, so it rounds more often, and may be `AMPLIFICATION` times as far off.
+    It is at least `TOLERANCE`. The error of other micro-batches in one process shows by how much a model magnifies
+    rounding within the steps of the case. A layout sums over ranks, so it rounds more often, and may be
+    `AMPLIFICATION` times as far off.
     """
     if not TOLERANCE < verdict.largest_error <= ILL_CONDITIONED:
         return TOLERANCE

@@ -73,7 +73,7 @@ class TinyModelRun:
         """Return the fields of the tiny `ModelConfig` with at least this number of layers."""
         layers += self.config.model.shared_kv_layers and 3  # the last stage has up to four that share keys and values
         layers += self.config.model.has_shortcuts and layers % 2  # pairs, of which the second adds experts' output
-        fields = shrink_model(self.config.model, max(layers, self.num_distinct_layers))
+        fields = shrink_model_fields(self.config.model, max(layers, self.num_distinct_layers))
         for section, blocks in self._extension_options.items():
             fields[section] = {name: _shrink_options(options) for name, options in blocks.items()}
         return fields
@@ -185,13 +185,13 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
     return list(found.values())
 
 
-def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
+def shrink_model_fields(model: ModelConfig, layers: int) -> dict[str, Any]:
     """Return the fields of a tiny `ModelConfig` of the same kind, with a number of layers."""
     fields = model.model_dump(mode="json", exclude_unset=True, exclude={"transformers"})
     fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False, "task_head": None}
     fields |= _shrink_layers(model, layers, fields) | _shrink_attention(model)
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
-    if model.sliding_window is not None:
+    if model.sliding_window is not None and not (model.vision and model.vision.bidirectional_prompt):
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
     if model.per_layer_input_size:
         fields["per_layer_input_size"] = 6

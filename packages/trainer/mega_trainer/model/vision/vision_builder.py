@@ -52,10 +52,7 @@ class VisionLayerBuilder(LayerBuilder):
         replicas: Sequence[CommGroup] = (),
         **start: Any,
     ) -> nn.Parameter:
-        """Build a parameter of the vision encoder, whole on every tensor rank.
-        Its name in the checkpoint begins with the vision encoder's prefix, and its gradient is summed over tensor
-        ranks.
-        """
+        """Build a parameter whole on every tensor rank, its gradient summed over them, its checkpoint names begun by `prefix`."""
         own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
         return make_parameter(
             shape, own, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

@@ -151,14 +151,14 @@ class ImageEmbedder(nn.Module):
         return None if build.config.vision is None else cls(build)
 
     def insert_features(self, x: Tensor, images: BatchImages) -> Tensor:
-        """Replace the embeddings of image placeholders in a token sequence by the features of the images.
+        """Return token embeddings with those of image placeholders replaced by the features of the images.
         The embeddings x are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the images have features.
         """
         assert images.features is not None
         return insert_image_features(x, images.features[:, : self.width], self._local_rows(images))
 
     def add_deepstack(self, x: Tensor, images: BatchImages, layer: int) -> Tensor:
-        """Add the DeepStack features of one decoder layer to its outputs x [B, S or S/T, D] at the image placeholders.
+        """Return a decoder layer's outputs x [B, S or S/T, D], plus its DeepStack features, if any, at image placeholders.
         Layers after the first L have none.
         """
         if layer >= len(self.config.deepstack_layers):
