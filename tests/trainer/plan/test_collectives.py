@@ -22,6 +22,14 @@ def test_a_ring_sends_all_but_a_rank_s_own_part_and_leaves_a_node_by_all_its_ada
     assert WIRES.all_gather_seconds(8e9, RankPlacement(1, 1)) == WIRES.all_to_all_seconds(8e9, RankPlacement(1, 1)) == 0
 
 
+def test_many_small_all_reduces_over_many_nodes_go_up_and_down_a_tree() -> None:
+    """A ring of 512 ranks passes each of 200 calls 1,024 times; a tree of 64 nodes of 8 ranks passes it 2 x (8 + 6) times."""
+    ranks, one = RankPlacement(512, 8), RankPlacement(8, 8)
+    assert WIRES.all_reduce_seconds(4e9, ranks, calls=200) == pytest.approx(2 * (4e9 / 400e9 + 200 * 14e-6))
+    assert WIRES.all_reduce_seconds(4e9, one, calls=200) == pytest.approx(2 * (3.5e9 / 400e9 + 200 * 8e-6))
+    assert WIRES.all_reduce_seconds(4e9, RankPlacement(1, 1), calls=200) == 0
+
+
 def test_what_each_sends_to_all_is_bound_by_what_leaves_the_node() -> None:
     assert WIRES.all_to_all_seconds(8e9, RankPlacement(8, 8)) == pytest.approx(7e9 / 400e9 + 1e-6)
     assert WIRES.all_to_all_seconds(8e9, RankPlacement(64, 8)) == pytest.approx(7e9 / 40e9 + 1e-6)

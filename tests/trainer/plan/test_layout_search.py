@@ -144,6 +144,7 @@ def test_a_short_step_is_not_spent_on_a_pipeline() -> None:
     [
         ("megatron", {"virtual_stages": 8}, True), ("megatron", {"virtual_stages": 5}, False), ("megatron", {"zero": 3}, False),
         ("megatron", {"zero": 3, "pp": 1}, True), ("megatron", {"schedule": "zb-h1"}, False), ("megatron", {"offload": 2}, False),
+        ("megatron", {"recompute": "full"}, True), ("megatron", {"recompute": "selective"}, False),
         ("nanotron", {}, True), ("nanotron", {"zero": 0}, True), ("nanotron", {"recompute": "selective"}, False),
         ("fsdp2", {}, False), ("fsdp2", {"zero": 3, "schedule": "zbv", "virtual_stages": 2}, True),
         ("fsdp2", {"zero": 3, "cp": 2, "cp_kind": "alltoall"}, False),
@@ -153,6 +154,9 @@ def test_other_trainers_run_the_layouts_that_they_can(name: str, changes: dict[s
     model = ModelConfig.parse(load_model_preset("llama3-8b"))
     shape = TrainingLayout(8192, 1, 8, pp=2, dp=4, zero=1)
     assert OTHER_TRAINERS[name].supports_layout(model, replace(shape, **changes)) is can
+    if changes == {"recompute": "selective"}:  # of Megatron's modules to recompute, two are of layers with experts
+        experts = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
+        assert OTHER_TRAINERS[name].supports_layout(experts, replace(shape, **changes)) is (name == "megatron")
 
 
 def test_a_search_for_another_trainer_has_a_margin_of_memory() -> None:

@@ -27,7 +27,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(
-    "variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen", "qwen3", "windows"]
+    "variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen", "qwen3", "windows", "prompt"]
 )
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, object], frozen: str) -> None:

@@ -12,6 +12,7 @@ ring passes each node once, and uses the network adapters of all its members the
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -300,11 +301,18 @@ class Interconnect:
         rate = self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
         return total * (ranks.size - 1) / ranks.size / rate + self.hop * ranks.size
 
-    def all_reduce_seconds(self, total: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an all-reduce of `total` bytes over a group of ranks.
-        It is a reduce-scatter and an all-gather.
+    def all_reduce_seconds(self, total: float, ranks: RankPlacement, calls: int = 1) -> float:
+        """Return the seconds of an all-reduce of `total` bytes over a group of ranks, in equal parts by `calls` calls.
+
+        It is a ring's reduce-scatter and all-gather, or goes up and down a tree of nodes, each a chain of its ranks: NCCL takes
+        the faster one. A tree's latency grows with the logarithm of the nodes.
         """
-        return 2 * self.all_gather_seconds(total, ranks)
+        if ranks.size == 1:
+            return 0.0
+        ring = self.all_gather_seconds(total, ranks) + (calls - 1) * self.hop * ranks.size
+        rate = self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
+        tree = total / rate + calls * self.hop * (ranks.local + math.log2(ranks.num_nodes))
+        return 2 * min(ring, tree)
 
     def all_to_all_seconds(self, sent: float, ranks: RankPlacement) -> float:
         """Return the seconds of an even all-to-all over a group of ranks.

@@ -380,18 +380,18 @@ class PlannedRun:
             bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
             buckets = math.ceil(trained / bucket)
             latency = cost_model.interconnect.hop * ranks * (buckets - 1)
-            reduce = (
-                cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
-            )
-            gather = (
-                cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group) + latency
-            )
-            if run.zero and not profile.overlaps_reduction:
-                exposed += 2 * reduce + gather
-                continue
-            times = run.microbatches if run.zero == 2 else 1
-            exposed += times * cost_model.rates.exposed_seconds(reduce if run.zero else 2 * reduce, backward)
-            exposed += cost_model.rates.exposed_seconds(gather, forward) if run.zero else 0.0
+            interconnect, gradients = cost_model.interconnect, profile.gradient_bytes * trained
+            gather = interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group)
+            if not run.zero:
+                reduce = interconnect.all_reduce_seconds(gradients, group, buckets)
+                exposed += cost_model.rates.exposed_seconds(reduce, backward)
+            elif not profile.overlaps_reduction:  # all weights are gathered by one call
+                exposed += interconnect.all_reduce_seconds(gradients, group, buckets) + gather
+            else:
+                times = run.microbatches if run.zero == 2 else 1
+                reduce = interconnect.all_gather_seconds(gradients, group) + latency
+                exposed += times * cost_model.rates.exposed_seconds(reduce, backward)
+                exposed += cost_model.rates.exposed_seconds(gather + latency, forward)
         seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
         return {"data": exposed, "optimizer": seconds}
 
