@@ -80,7 +80,7 @@ class RetroSamples:
         return max(1, self._count // self.shape[0])
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)]."""
+        """Return the estimated attention work of each sample in `numbers`, its squared length: int64 [len(numbers)]."""
         return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> TrainingSample:

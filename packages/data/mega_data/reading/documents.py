@@ -286,8 +286,8 @@ def no_column_error(name: str, key: str, columns: str) -> DataError:
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, DiskBackedText]
 ) -> Document | RejectedItem:
-    """Return the document of a record's text under `key`, or a rejected item.
-    `strings` maps placeholder names in the record to long strings.
+    """Return the document of a record's text under `key`, or a rejected item if it is no object or has no text there.
+    With `whole` the record is attached to the document. `strings` maps placeholder names in the record to long strings.
     """
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {describe_json_type(record)}, not an object", "", file, line)

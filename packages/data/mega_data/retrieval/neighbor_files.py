@@ -125,7 +125,7 @@ class DatasetNeighbors:
         return self.info.database.fingerprint == self.info.data.fingerprint
 
     def check_split_overlap(self, split: range) -> None:
-        """Raise DataError if the chunks `split` overlap the searched chunks of this data set only partly.
+        """Raise DataError if the range `split` of chunks neither contains nor avoids the chunks that were searched for neighbors.
 
         Text would then leak between training and validation. A database that is another data set is always accepted.
         """

@@ -95,7 +95,7 @@ def find_differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class SeedComparison:
-    """Comparison of two variants on one metric.
+    """Difference of a metric between two variants of a run over their seeds, with its confidence interval and p-value.
 
     Attributes:
         difference: mean of the second variant minus that of the first.

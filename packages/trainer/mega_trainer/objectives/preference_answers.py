@@ -91,7 +91,7 @@ class PreferenceAnswers:
         return out.view(-1, 2)[self.pairs]
 
     def spread_gradient(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of the answers' summed log-probabilities [P, 2] to each token's gradient [n, s].
+        """Map the gradient of summed log-probabilities of P answer pairs, [P, 2], to that of each token of n rows, [n, s].
         The result is the gradient of each token's log-probability.
         """
         out = gradient.new_zeros(len(self.weights) * self.width // 2, 2)
