@@ -61,12 +61,16 @@ def evaluate_by_judge(options: JudgeOptions) -> None:
         DataError: when prompts cannot be read or answered, or no verdict is valid.
         TrainingError: when the judge does not answer.
     """
+    from mega_common.errors import ConfigError
     from mega_eval.judge_scores import JudgeClient, compare_answers, read_judged_prompts, score_answers
     from mega_eval.result_reports import check_picture_file, format_metric_table, plot_task_results, write_results_csv
 
     if options.picture is not None:
         check_picture_file(options.picture)
     key = next((value for name in KEY_VARIABLES if (value := os.environ.get(name))), None)
+    if not options.url.startswith(("http://", "https://")):
+        address = f"http://{options.url.rstrip('/').removesuffix('/v1')}/v1"
+        raise ConfigError(f"--judge {options.url} must begin with http:// or https://", hint=f"--judge {address}")
     client = JudgeClient(options.url, options.judge, key)
     client = replace(client, model=client.get_judge_model_name())  # before the work of answering
     prompts = _select_prompts(read_judged_prompts(options.prompts), options)

@@ -49,12 +49,15 @@ from mega_common.progress_logging import configure_logging, logger
 INTERRUPTED = 130
 
 
-# Options of other programs, and the options of mega's commands of that meaning.
-_OPTION_SYNONYMS = {
-    "--gpus": {"--ranks", "--nproc"},
-    "--do-sample": {"--temperature"},
-    "--max-tokens": {"--max-new-tokens"},
-}
+_OPTION_SYNONYMS = {  # options of mega's commands, and options of other programs of that meaning
+    "--ranks": "--gpus --num-gpus --nproc-per-node", "--nproc": "--gpus --num-gpus --nproc-per-node",
+    "--temperature": "--do-sample", "--max-new-tokens": "--max-tokens --max-length --max-completion-tokens",
+    "--tp": "--tensor-parallel-size --tensor-parallel --tp-size", "--pp": "--pipeline-parallel-size --pp-size",
+    "--max-length": "--max-model-len --context-length --max-seq-len", "--seq-length": "--max-length --max-seq-len",
+    "--precision": "--dtype --torch-dtype", "--batch-size": "--max-num-seqs", "--name": "--served-model-name",
+    "--adapter": "--enable-lora --lora-modules --lora", "--tokenizer": "--tokenizer-model", "--json-key": "--json-keys",
+    "--draft": "--speculative-model --speculative-config --assistant-model", "--output": "--output-prefix --output-dir",
+}  # fmt: skip
 _ANY_LAYOUT = "Every layout loads every checkpoint: set parallel.tp, pp and so on in run.yaml, and run mega train."
 # Commands of other programs, and what mega has instead of them.
 _COMMAND_HINTS = {
@@ -99,8 +102,9 @@ def _explain_unknown_option(error: Any) -> None:
         fix = suggest_other_key(RunConfig, [error.option_name.lstrip("-")], "VALUE")
         error.message += "" if fix.startswith("remove it") else "; settings are given as --set KEY=VALUE"
         error.message += fix and "; " + re.sub(r"\bset (?=\S+=)", "--set ", fix)
-    if meant := _OPTION_SYNONYMS.get(error.option_name, set()) & options:
-        error.possibilities = sorted(meant)
+    name = error.option_name.replace("_", "-")
+    if meant := [option for option in sorted(options) if name in _OPTION_SYNONYMS.get(option, "").split()]:
+        error.possibilities = meant
 
 
 def _explain_unknown_command(error: Any) -> None:

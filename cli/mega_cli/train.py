@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mega_trainer.objectives.policy_objective import RolloutGenerator
     from mega_trainer.run.training_context import TaskScorer
 
+UNSUPPORTED_HERE = "kernels: this machine cannot run it"
 EXAMPLES = """
 Examples:
 
@@ -211,12 +212,14 @@ def _print_checked_run(config: RunConfig, run: Path, *, data: bool) -> None:
     uses = check_datasets(config) if data else []
     print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
     print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
-    print(f"# {_describe_kernels(config)}")
+    kernels = _describe_kernels(config)
+    print(f"# {kernels}")
     print("".join(f"# {line}\n" for line in changes), end="")
     print("".join(f"# warning: {warning}\n" for warning in config.find_warnings()), end="")
     if config.model.transformers is not None:
         print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
-    print(f"# ok: the configuration{' and the data' if data else ''} can be used")
+    elsewhere = ", but not on this machine" if kernels.startswith(UNSUPPORTED_HERE) else ""
+    print(f"# ok: the configuration{' and the data' if data else ''} can be used{elsewhere}")
 
 
 def _resolve_layout(
@@ -265,7 +268,7 @@ def _describe_kernels(config: RunConfig) -> str:
     try:
         return str(choose_kernels(config, select_rank_device(config.device, 0)))
     except ConfigError as error:
-        return f"kernels: this machine cannot run it: {error.message}"
+        return f"{UNSUPPORTED_HERE}: {error.message}"
 
 
 def _select_run(words: list[str]) -> Path:

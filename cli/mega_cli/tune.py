@@ -192,7 +192,9 @@ def _prepare_base(model: str, output: Path) -> str:
         return str(base)
     if not path.exists() and "://" not in model:
         if model.count("/") != 1 or path.suffix == ".gguf" or model.startswith((".", "/")):
-            raise ConfigError(f"MODEL = {model} must be an existing model", hint="or ORG/NAME of the HuggingFace Hub")
+            raise ConfigError(
+                f"MODEL = {model} must be an existing model", hint="give its folder, or ORG/NAME of the HuggingFace Hub"
+            )
         try:
             pull_from_hub(model, base)
         except MegaError as error:

@@ -169,8 +169,9 @@ def _load_model(run: Path, overrides: Sequence[str]) -> RunConfig:
     from mega_trainer.config.run_config import load_plan_config
 
     if not run.exists():
-        hint = "mega verify RUN; RUN is a run.yaml, a model folder or a config.json"
+        hint = "mega verify RUN; RUN is a run.yaml, a run folder, a model folder or a config.json"
         raise ConfigError(f"{run} does not exist", hint=hint)
+    run = run / "run.yaml" if (run / "run.yaml").is_file() else run
     is_model = run.is_dir() or run.suffix == ".json"
     return load_plan_config(run, overrides) if is_model else load_run_file(run, overrides)
 

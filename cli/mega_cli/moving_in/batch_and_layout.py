@@ -72,6 +72,18 @@ def set_batch_sizes(given: ForeignSettingsFile, micro: int | None, rows: int | N
     given.set_key("batch.global", rows * (data_ranks or 1), "micro x accumulation x data ranks")
 
 
+def set_zero_stage(given: ForeignSettingsFile, key: str) -> None:
+    """Set `parallel.zero` of run.yaml from the ZeRO stage of another settings file.
+
+    Raises:
+        ConfigError: if it is not a stage from 0 to 3.
+    """
+    stage = given.take_integer(key)
+    if stage not in (None, 0, 1, 2, 3):
+        given.refuse_value(key, "is not supported: the stages of ZeRO are 0, 1, 2 and 3", "correct the file")
+    given.set_key("parallel.zero", stage, key)
+
+
 ON_DISK = "nvme"
 WEIGHTS_STAY = "weights and gradients stay on the device; the optimizer is kept in host memory"
 

@@ -22,6 +22,7 @@ from mega_cli.moving_in.batch_and_layout import (
     set_batch_sizes,
     set_optimizer_offload,
     set_parallel_sizes,
+    set_zero_stage,
 )
 from mega_cli.moving_in.settings_file import ForeignSettingsFile, Reasons
 
@@ -230,8 +231,7 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> RunYamlTranslat
     _set_batch(given, ranks)
     translate_deepspeed_lr_schedule(given, _set_optimizer(given))
     translate_deepspeed_precision(given)
-    stage = given.take_number("zero_optimization.stage")
-    given.set_key("parallel.zero", stage, "zero_optimization.stage")
+    set_zero_stage(given, "zero_optimization.stage")
     given.copy_settings({"parallel.zero3_shard": "zero_optimization.zero_hpz_partition_size"})
     saved = [given.take_value(f"activation_checkpointing.{key}") for key in CHECKPOINTING]
     if any(saved):

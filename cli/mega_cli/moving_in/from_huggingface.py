@@ -18,6 +18,7 @@ from mega_cli.moving_in.batch_and_layout import (
     set_fsdp_offload,
     set_optimizer_offload,
     set_parallel_sizes,
+    set_zero_stage,
 )
 from mega_cli.moving_in.hf_objective import (
     LEARNING_RATES,
@@ -96,8 +97,8 @@ def set_zero_level(given: ForeignSettingsFile) -> None:
     if kind is not None:
         zero = 3 if kind is True else SHARDING.get(str(kind).split()[0], 3)
         given.set_key("parallel.zero", zero, f"FSDP: {kind}")
-    given.set_key("parallel.zero", given.take_integer("deepspeed_config.zero_stage"), "deepspeed_config.zero_stage")
-    given.set_key("parallel.zero", given.take_integer("deepspeed.zero_optimization.stage"), "DeepSpeed's stage")
+    set_zero_stage(given, "deepspeed_config.zero_stage")
+    set_zero_stage(given, "deepspeed.zero_optimization.stage")
     set_fsdp_offload(given, *FSDP_OFFLOAD)
     set_optimizer_offload(
         given,

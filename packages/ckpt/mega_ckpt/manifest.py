@@ -196,7 +196,7 @@ def _missing_manifest_error(folder: Location) -> NoCheckpointError:
             f"{folder}: no such folder",
             hint="give a folder such as runs/a/checkpoints/step-00000100, or the run's folder",
         )
-    hint = "give a folder such as checkpoints/step-00000100"
+    hint = "give a folder such as checkpoints/step-00000100, or a HuggingFace folder where the command accepts one"
     if (folder / "config.json").is_file():
         hint = f"it looks like a HuggingFace folder; convert it: mega ckpt convert {folder} OUTPUT --to mega"
     return NoCheckpointError(f"{folder}: not a mega checkpoint: {MANIFEST} is missing", hint=hint)

@@ -158,6 +158,12 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
         return f"line {mark.line + 1} is indented with a tab; YAML requires spaces"
     if "'<document start>'" in str(error.problem):
         return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
+    if error.problem == "mapping values are not allowed here":
+        nested = ":" in (mark.buffer or "").split("\n")[mark.line][: mark.column]
+        fix = "quote the value if it is a text with a colon" if nested else "indent it like the line above"
+        return f"line {mark.line + 1} has a KEY: VALUE inside a value; {fix}"
+    if "expected <block end>" in str(error.problem):
+        return f"line {mark.line + 1} is indented differently from the section's other lines; indent all of them alike"
     return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(
         "'<stream end>'", "the end of the file"
     )

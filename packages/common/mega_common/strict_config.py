@@ -68,6 +68,7 @@ _PYDANTIC_RULES = {
 _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of that meaning
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "chat": "conversations",
     "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
+    "json": "text", "jsonl": "text", "parquet": "text", "csv": "text", "txt": "text",
 }  # fmt: skip
 MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_OPTIONS, MAX_SUGGESTED_DEPTH = 3, 4, 8, 2
 

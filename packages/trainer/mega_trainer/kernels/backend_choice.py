@@ -220,7 +220,7 @@ def _choose_recurrent(kind: str, name: str, facts: BackendFacts) -> tuple[str, s
 
 def _raise_problem(setting: str, problem: str | None, alternative: str) -> None:
     if problem is not None:
-        raise ConfigError(f"kernels.{setting.replace('=', ' = ')} {problem}", hint=f"or set kernels.{alternative}")
+        raise ConfigError(f"kernels.{setting.replace('=', ' = ')} {problem}", hint=f"set kernels.{alternative}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

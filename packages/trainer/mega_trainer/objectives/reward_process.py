@@ -134,7 +134,10 @@ class RewardPool:
 def _call_function(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply to a request: the reward, or the failure of the function."""
     try:
-        reward = float(function(request["prompt"], request["answer"], request["record"]))
+        returned = function(request["prompt"], request["answer"], request["record"])
+        if not isinstance(returned, str | bytes) and not hasattr(returned, "__float__"):
+            return {"failed": True, "error": f"must return a number, and the function returned {returned!r:.80}"}
+        reward = float(returned)
     except Exception as error:  # noqa: BLE001 - the function is the user's
         return {"failed": True, "error": f"raised {type(error).__name__}: {error}"}
     if not math.isfinite(reward):

@@ -146,7 +146,8 @@ def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
     others |= {(node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
     if functions and name not in functions and not others & {name, "*"}:
         rule = f"must name a function of {file}, found no {name!r}"
-        yield ConfigProblem("objective.rewards", rule, rewards, f"set objective.rewards={file}:{functions[-1]}")
+        near = (difflib.get_close_matches(name, functions, n=1) or functions[-1:])[0]
+        yield ConfigProblem("objective.rewards", rule, rewards, f"set objective.rewards={file}:{near}")
 
 
 def _is_missing_module(name: str) -> bool:
@@ -189,6 +190,12 @@ def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
     if _is_remote(source.path):
+        return
+    names = [name.strip() for name in str(source.path).split(",")]
+    if len(names) > 1 and all(Path(name).exists() or get_idx_path(Path(name)).exists() for name in names):
+        yield ConfigProblem(
+            key, "several data sets must be a list", str(source.path), f"set {key}=[{', '.join(names)}]"
+        )
         return
     if source.is_raw:
         yield from _raw_source_problems(key, source)

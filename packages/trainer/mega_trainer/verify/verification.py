@@ -419,6 +419,9 @@ def choose_covering_layout_cases(tiny: TinyModelRun, count: int, ranks: int, see
             found.append(case)
         if len(found) == CANDIDATES:
             break
+    if not found:
+        rule = f"no layout of up to {ranks} processes is supported for this model"
+        raise ConfigError(rule, hint="give the run.yaml of a run with the model, or more --ranks")
     own = tiny.config.parallel.model_dump()
     nearest = max(found, key=lambda case: (_likeness(case, own), case.ranks))
     chosen = [nearest]
