@@ -144,6 +144,7 @@ CASES: list[tuple[str, str, str, str]] = [
     ("data preprocess -i plain.jsonl --tokenizer hf --output out/x", "plain.jsonl:1", "not JSON", "end in .txt"),
     ("data show text.jsonl", "text.jsonl", "a file of records", "--input text.jsonl"),
     ("data convert-tokenizer hf/tokenizer.json -i text.jsonl --output out/t", "hf/tokenizer.json", "already", "hf"),
+    ("eval hf --data d/chats", "d/chats", "found conversations", "set data.valid"),
     ("eval hf --data text.jsonl", "text.jsonl", "a file of records", "then give text"),
     ("ckpt convert d out/g --to hf", "d", "token files (c.idx)", "not a model"),
     ("ckpt convert hf out/f --to hf --family gpt2", "gpt2", "not 'rope'", "leave out --family"),
@@ -300,6 +301,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(base / "d" / "c", np.uint16) as writer:
         for _ in range(20):
             writer.add_document(np.arange(50))
+    for name in ("c.bin", "c.idx"):
+        shutil.copy(base / "d" / name, base / "d" / name.replace("c", "chats", 1))
+    with IndexedWriter(base / "d" / "chats.mask", np.uint8) as writer:
+        for _ in range(20):
+            writer.add_document(np.arange(50) % 2)
     for name in ("folder", "lfs", "xlnet", "gpt2tok"):
         (base / name).mkdir()
     for name in ("lfs-weights", "lfs-torch"):

@@ -184,8 +184,12 @@ def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: To
     `tokenizer` is the model's, or None to skip that comparison.
 
     Raises:
-        DataError: when its vocabulary or tokenizer differs from the model's, or the model has fewer positions.
+        DataError: when its records are not texts, its vocabulary or tokenizer differs from the model's, or the model has
+            fewer positions.
     """
+    if (kind := read_dataset_kind(IndexedReader(prefix))) != "text":
+        hint = "give a data set of texts; or score this one in training: set data.valid and train.eval_every"
+        raise DataError(f"{prefix}: must be a data set of texts, found {kind}", hint=hint)
     info = read_dataset_info(prefix)
     if tokenizer is not None and info is not None and info.tokenizer is not None:
         check_same_tokenizer(prefix, info.tokenizer, tokenizer)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from mega_ckpt.shrink_model import PartImportance, check_shrinkable
 from mega_common.progress_logging import ProgressBar
 from mega_data.blended_dataset import open_sequential_dataset
-from mega_eval.dataset_scores import check_eval_data
+from mega_eval.dataset_scores import check_token_ids_in_vocabulary
+from mega_eval.model_loading import check_sequence_length
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.transformer_layer import TransformerLayer
 
@@ -38,7 +39,8 @@ def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows
         DataError: when the data set cannot be used or has tokens outside the vocabulary.
     """
     check_shrinkable(model.config)
-    check_eval_data(prefix, model, seq_length, None)
+    check_token_ids_in_vocabulary(prefix, model.config.vocab_size)
+    check_sequence_length(model.config, seq_length, f"windows of {seq_length} tokens")
     data = open_sequential_dataset(prefix, seq_length)
     count = min(windows, len(data))
     with ProgressBar("measuring", total=count, unit="sequences") as bar:
