@@ -63,7 +63,7 @@ LIMITS = {
     "type names defined in more than one module": Limit(at_most=0, goal="<= 5"),
     "longest function of the packages, lines": Limit(at_most=60, goal="<= 60"),
     "longest function body of the command line, lines": Limit(at_most=65, goal="<= 80"),
-    "code lines": Limit(at_most=86_100, goal="<= 46,000"),
+    "code lines": Limit(at_most=86_200, goal="<= 46,000"),
     "files": Limit(at_most=635, goal="<= 430"),
 }
 
