@@ -40,5 +40,7 @@ def test_a_mistyped_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama3-8b'") as caught:
         load_model_preset("llama-8b")
     assert "gpt3-175b" not in str(caught.value)
+    with pytest.raises(ConfigError, match="presets: llama3-8b, "):  # the nearest text may be of another size
+        load_model_preset("llama-7b")
     with pytest.raises(ConfigError, match=r"presets: .*gpt3-175b"):
         load_model_preset("?")

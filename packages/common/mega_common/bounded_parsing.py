@@ -150,14 +150,18 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
         return str(error)
     mark, context = error.problem_mark, f" {error.context}" if error.context else ""
     if str(error.context).startswith("while parsing a flow") and (start := error.context_mark) is not None:
-        bracket = "{" if "mapping" in context else "["
-        return (
-            f"line {start.line + 1}, column {start.column + 1}: the {bracket} is not closed before line {mark.line + 1}"
-        )
+        where = f"line {start.line + 1}, column {start.column + 1}: the {'{' if 'mapping' in context else '['}"
+        if mark.line == start.line:
+            return f"{where} has no comma before column {mark.column + 1}, or is not closed"
+        return f"{where} is not closed before line {mark.line + 1}, or a comma is missing there"
+    if context == " while scanning a quoted scalar" and error.context_mark is not None:
+        return f"line {error.context_mark.line + 1}: the quotation mark is not closed"
+    if error.problem == "could not find expected ':'" and error.context_mark is not None:
+        return f"line {error.context_mark.line + 1} has no KEY: VALUE; write a space after the colon"
     if "'\\t' that cannot start" in str(error.problem):
         return f"line {mark.line + 1} is indented with a tab; YAML requires spaces"
     if "'<document start>'" in str(error.problem):
-        return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
+        return f"line {mark.line + 1}: a second value begins, as in JSON lines or TOML; a file of settings is YAML, written as KEY: VALUE"
     if error.problem == "mapping values are not allowed here":
         nested = ":" in (mark.buffer or "").split("\n")[mark.line][: mark.column]
         fix = "quote the value if it is a text with a colon" if nested else "indent it like the line above"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from typing import Any
 
 from mega_common.errors import ConfigError
@@ -296,8 +297,10 @@ def load_model_preset(name: str) -> dict[str, Any]:
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
+        letters = re.match("[a-z]*", near[0] if near else "")
+        similar = [preset for preset in PRESETS if letters is None or preset.startswith(letters[0])]
         raise ConfigError(
             f"model.preset = {name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else ""),
-            hint="" if near else f"presets: {', '.join(PRESETS)}",
+            hint=f"presets: {', '.join(similar)}",
         )
     return copy.deepcopy(PRESETS[name])

@@ -156,6 +156,10 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         find_corpus_sources([f"{tmp_path}/*.jsonl"])
     with pytest.raises(DataError, match="no files to read in this folder"):
         find_corpus_sources([tmp_path])
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").write_bytes(b"MMIDIDX\x00\x00" if ending == ".idx" else b"")
+    with pytest.raises(DataError, match=rf"only mega data sets\n.*without its ending: {tmp_path}/corpus$"):
+        find_corpus_sources([tmp_path])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -209,3 +209,11 @@ def test_a_load_counted_over_the_batch_is_noted_to_depend_on_the_layout(
     raw["model"] = {**raw["model"], "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, **moe}}
     notes = " ".join(RunConfig.parse(raw).find_warnings())
     assert ("training depends on batch.micro x data ranks" in notes) == noted
+
+
+@pytest.mark.parametrize(("split", "noted"), [("90,10,0", True), ("100,0,0", False), (None, False)])
+def test_a_share_that_separate_validation_data_replace_is_noted(settings: Any, split: str | None, noted: bool) -> None:
+    raw = settings()
+    raw["data"] = {**raw["data"], "valid": "held-out"} | ({} if split is None else {"split": split})
+    raw["data"] = {key: value for key, value in raw["data"].items() if key != "split" or split is not None}
+    assert ("data.split has a share" in " ".join(RunConfig.parse(raw).find_warnings())) == noted

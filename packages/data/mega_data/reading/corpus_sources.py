@@ -261,9 +261,11 @@ def _list_folder(folder: Path, key: str, skipped_files: SkippedFiles) -> list[Co
     sources = [_describe_folder_file(path, key) for path in paths if path not in outputs]
     sources = _without_companions(_select_training_split(sources, folder, skipped_files), skipped_files)
     if not sources:
+        prefixes = sorted(str(path.with_suffix("")) for path in outputs if path.suffix == ".idx")
+        hint = "give a folder with files of text, JSON lines, CSV or Parquet; hidden files and READMEs are not read"
         raise DataError(
-            f"{folder}: no files to read in this folder",
-            hint="give a folder with files of text, JSON lines, CSV or Parquet; hidden files and READMEs are not read",
+            f"{folder}: no files to read in this folder" + (", only mega data sets" if prefixes else ""),
+            hint=f"give the path of one data set without its ending: {', '.join(prefixes)}" if prefixes else hint,
         )
     return sources
 

@@ -315,6 +315,8 @@ class RunConfig(StrictConfig):
                 f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
                 f"declares as its longest context; set model.max_position={length}"
             )
+        if self.data.valid is not None and self.data.split[1] not in (0.0, DataConfig.model_fields["split"].default[1]):
+            yield "data.split has a share for validation, which is not used, as data.valid names separate data sets; set it to 0"
         if model.moe and model.moe.aux_loss and model.moe.aux_loss_scope == "batch":
             yield (
                 "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks, so training depends "
