@@ -88,6 +88,8 @@ class CommandTree(TyperGroup):
                 _explain_unknown_option(error)
             elif type(error).__name__ == "UsageError" and str(error).startswith("No such command"):
                 _explain_unknown_command(error)
+            elif type(error).__name__ == "UsageError" and str(error).startswith("Got unexpected extra argument"):
+                _explain_extra_argument(error)
             raise
 
 
@@ -114,6 +116,17 @@ def _explain_unknown_command(error: Any) -> None:
         error.message += f" {hint}"
     elif group and (not difflib.get_close_matches(name, group.commands)):
         error.message += f" The commands are {', '.join(group.commands)}."
+
+
+def _explain_extra_argument(error: Any) -> None:
+    """Add to click's error for one argument too many what the command takes."""
+    taken = [
+        (param.metavar or param.name.upper())
+        for param in error.ctx.command.params
+        if param.param_type_name == "argument"
+    ]
+    text = "; a text is given as --prompt TEXT" if error.ctx.command.name == "generate" else ""
+    error.message += f"; the command takes {', '.join(taken) or 'options only'}{text}"
 
 
 def build_typer_app() -> typer.Typer:

@@ -130,8 +130,10 @@ def test_diff_sees_the_sign_of_zero(tmp_path: Path) -> None:
     assert only.max_abs == 0.0
 
 
-def test_inspect(tmp_path: Path) -> None:
-    summary = inspect_checkpoint(save_checkpoint(tmp_path / "root", two(), samples=12))
+def test_inspect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_checkpoint(tmp_path / "root", two(), samples=12)
+    summary = inspect_checkpoint(folder)
+    assert "missing" not in caplog.text
     assert (summary.step, summary.parameters, summary.state) == (1, 12, {"samples": 12})
     assert [(g.prefix, g.dtype, g.tensors, g.elements, g.bytes) for g in summary.groups] == [
         ("optimizer/main", "F64", 1, 12, 96),
@@ -139,3 +141,7 @@ def test_inspect(tmp_path: Path) -> None:
     ]
     assert summary.model["hidden_size"] == 64
     assert "12 parameters" in str(summary)
+    shard = next(folder.glob("*.safetensors"))
+    shard.unlink()
+    inspect_checkpoint(folder)
+    assert caplog.messages[-1].endswith(f"files are missing: {shard.name}")

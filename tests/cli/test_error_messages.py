@@ -93,6 +93,7 @@ CASES: list[tuple[str, str, str, str]] = [
     ("ckpt merge-adapter hf nope out/m", "nope", "no such folder", "run with `lora`"),
     ("ckpt upcycle hf out/u --experts 4 --top-k 8", "--top-k", "top_k = 8", "at most the 4 experts"),
     ("train nope.yaml", "nope.yaml", "no such file", ""),
+    ("generate hf once", "(once)", "the command takes MODEL", "--prompt TEXT"),
     ("train words.yaml", "words.yaml", "'just text'", "KEY: VALUE"),
     ("train broken.yaml", "broken.yaml", "line 1, column 4: the [ is not closed", "before line 2"),
     (f"{TRAIN} train.steps=many", "train.steps", "'many'", "must be a whole number"),

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mega_ckpt.tensor_pieces import TensorShape, split_slice_by_elements
 from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
-from mega_common.progress_logging import ProgressBar, format_with_decimal_unit
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
@@ -277,12 +278,14 @@ def group_weights_by_dtype(source: WeightSource) -> list[TensorGroup]:
 
 
 def inspect_checkpoint(folder: Location) -> CheckpointSummary:
-    """Summarize a mega checkpoint from its manifest alone, without reading tensors.
+    """Summarize a mega checkpoint from its manifest alone, without reading tensors; log a warning if files are missing.
 
     Raises:
         CheckpointError: when the manifest is missing or damaged.
     """
     manifest = Manifest.read_from_folder(folder)
+    if missing := [name for name in manifest.files if isinstance(folder, Path) and not (folder / name).exists()]:
+        logger.warning("%s: %d of %d files are missing: %s", folder, len(missing), len(manifest.files), missing[0])
     groups: dict[tuple[str, str], TensorGroup] = defaultdict(lambda: TensorGroup("", ""))
     for key, tensor in manifest.tensors.items():
         prefix = "/".join(key.split("/")[:-1]) or "(none)"
