@@ -392,6 +392,22 @@ def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("to", ["hf", "mega", "megatron"])
+def test_weights_that_are_not_finite_are_named(to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_model(tmp_path / "hf", "llama", dtype=torch.float16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"].fill_(60000)  # their sum overflows, and none is infinite
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    convert_checkpoint(folder, tmp_path / "finite", to)
+    assert "NaN" not in caplog.text
+    tensors["model.layers.0.input_layernorm.weight"][1] = torch.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = torch.inf
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    convert_checkpoint(folder, tmp_path / "out", to)
+    assert f"{folder}: NaN or infinity in the tensor model.layers.0." in caplog.text
+    assert "(and 1 more), which is converted unchanged" in caplog.text
+
+
 def test_unknown_target(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="format 'onnx' is not supported"):
         convert_checkpoint(llama, tmp_path / "out", "onnx")

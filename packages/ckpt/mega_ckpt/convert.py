@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.canonical_tensors import abbreviate_name_list
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.checkpoint_folders import convert_os_errors_to_checkpoint_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
@@ -54,6 +56,7 @@ from mega_ckpt.source import (
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_into_contiguous_slices, write_weights_as_checkpoint
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import ConvertedTrainingState, OptimizerNotConverted, WeightSource, choose_cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
@@ -108,15 +111,9 @@ Options = ConvertOptions  # deprecated name
 
 @convert_os_errors_to_checkpoint_errors()
 def convert_checkpoint(
-    source: str | Location,
-    destination: str | Location,
-    to: str,
-    *,
-    options: ConvertOptions = ConvertOptions(),
-    verify: bool = False,
-    check: Callable[[Location], object] | None = None,
-    overwrite: bool = False,
-) -> None:
+    source: str | Location, destination: str | Location, to: str, *, options: ConvertOptions = ConvertOptions(),
+    verify: bool = False, check: Callable[[Location], object] | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
     """Convert a model to a new folder in another format: "hf", "mega", "megatron", "peft", "gguf" or "mlx".
 
     Args:
@@ -148,7 +145,8 @@ def convert_checkpoint(
     if quantization:
         result = "their values are quantized again" if options.quantize else "the output is not"
         logger.info("the weights of %s are quantized (%s); %s", source, quantization, result)
-    with open_resumable_folder(final, _conversion_identity(source, to, options)) as journal:
+    identity = _conversion_identity(source, to, options)
+    with _warn_of_non_finite_weights(weights, source), open_resumable_folder(final, identity) as journal:
         try:
             if to == "mega":
                 write_weights_as_checkpoint(
@@ -226,6 +224,25 @@ def _check_transformers_options(kind: str, to: str, options: ConvertOptions) -> 
             f"{option} is not supported with a model of implementation: transformers (model_type {kind})",
             hint="use --to hf, which writes the folder of transformers, and continue from there",
         )
+
+
+@contextmanager
+def _warn_of_non_finite_weights(weights: WeightSource, source: str | Location) -> Iterator[None]:
+    """Log the tensors of `weights` that were read with NaN or infinities; `source` names the model."""
+    found, read_slice = set[str](), weights.read_tensor_slice
+
+    def read_and_check(name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        part = read_slice(name, offset, shape)
+        # The sum is faster and needs no memory; torch has none of 8-bit floats.
+        if part.itemsize > 1 and not part.sum().isfinite() and not part.isfinite().all():
+            found.add(name)
+        return part
+
+    weights.read_tensor_slice = read_and_check  # type: ignore[method-assign]
+    yield
+    if found:
+        names = abbreviate_name_list(found)
+        logger.warning("%s: NaN or infinity in the tensor %s, which is converted unchanged", source, names)
 
 
 def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
