@@ -148,6 +148,12 @@ CASES: list[tuple[str, str, str, str]] = [
     ("eval hf --data d/chats", "d/chats", "found conversations", "set data.valid"),
     ("eval hf --data text.jsonl", "text.jsonl", "a file of records", "then give text"),
     ("ckpt convert d out/g --to hf", "d", "token files (c.idx)", "not a model"),
+    (
+        "ckpt convert release/mp_rank_00 out/g --to hf",
+        "release/mp_rank_00",
+        "one rank of a Megatron",
+        "parent, release",
+    ),
     ("ckpt convert hf out/f --to hf --family gpt2", "gpt2", "not 'rope'", "leave out --family"),
     ("generate hf --prompt x --grammar run.yaml", "run.yaml", "line 8, column 1", "a JSON schema, which"),
     ("embed hf text.jsonl --output v.npy --prompt-name q", "--prompt-name 'q'", "has no prompts", "--prompt TEXT"),
@@ -311,6 +317,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (base / name).mkdir()
     for name in ("lfs-weights", "lfs-torch"):
         shutil.copytree(base / "hf", base / name)
+    (base / "release" / "mp_rank_00").mkdir(parents=True)
     (base / "lfs-torch" / "model.safetensors").unlink()
     files = {
         "d/lfs.idx": LFS,

@@ -127,6 +127,11 @@ def test_unknown_fields_are_refused(client: httpx.Client, name: str, fix: str) -
     assert error["message"] == f"'{name[:80]}' is not a known field; {fix}"
 
 
+def test_a_misspelled_required_field_is_named(client: httpx.Client) -> None:
+    assert refusal(client, "/v1/completions", {"promt": "a"})["message"] == "prompt is required; found 'promt'"
+    assert refusal(client, "/v1/completions", {"x": "a"})["message"] == "prompt is required"
+
+
 @pytest.mark.parametrize(
     ("field", "pattern"),
     [

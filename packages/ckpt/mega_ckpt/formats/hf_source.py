@@ -301,6 +301,8 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
             hint = f"the folder has token files ({tokens[0]}), not a model; " + hint
         elif weights:
             hint = f"the folder has weights ({weights[0]}): add the model's config.json"
+        elif folder.name.startswith("mp_rank_"):
+            hint = f"the folder has one rank of a Megatron checkpoint: give its parent, {folder.parent}"
         raise CheckpointError(f"{folder}: {CONFIG} is missing", hint=hint)
     return read_json_mapping(path)
 

@@ -137,7 +137,8 @@ def _format_field_error(error: Mapping[str, Any]) -> str:
     """Return the error of a field as a sentence; pydantic's message if the schema has no message."""
     field, message = _field_path(error["loc"]), error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing":
-        return f"{field or 'body'} is required"
+        near = difflib.get_close_matches(str(error["loc"][-1]), list(error["input"] or ())[:100], n=1, cutoff=0.8)
+        return f"{field or 'body'} is required" + (f"; found {near[0]!r}" if near else "")
     if error["type"] in ("value_error", "sentence") and not message.startswith(("must", "has")):
         return f"{field}: {message}" if field else message
     if error["type"] not in ("value_error", "sentence", "union"):
