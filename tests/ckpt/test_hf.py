@@ -344,6 +344,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: rewrite(f, lambda t: t.update({"model.layers.0.lora": torch.ones(2)})),
         "the tensor model.layers.0.lora is not part of a llama model",
     ),
+    "one layer too many in config.json": (
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=raw["num_hidden_layers"] + 1)),
+        r"config.json has more layers than the weights, which have \d: correct its number of layers",
+    ),
     "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json requires \[98, 24\]"),
     "quantised": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "awq"})),

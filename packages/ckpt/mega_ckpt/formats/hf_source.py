@@ -7,6 +7,7 @@ Nothing is loaded when a folder is opened; headers, names and shapes are all che
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -213,6 +214,8 @@ def check_tensor_table(
             if others
             else None
         )
+        if min(_layer_numbers(missing)) > (last := max(_layer_numbers(held), default=-1)) >= 0:
+            hint = f"{config} has more layers than the weights, which have {last + 1}: correct its number of layers"
         raise CheckpointError(f"{source}: the tensor {abbreviate_name_list(missing)} is missing", hint=hint)
     unknown = held.keys() - table.keys()
     if unknown:
@@ -225,6 +228,11 @@ def check_tensor_table(
             raise CheckpointError(
                 f"{source}: {name} has shape {list(held[name])}, but {config} requires {list(disk.shape)}"
             )
+
+
+def _layer_numbers(names: Iterable[str]) -> set[int]:
+    """Return the first number in each tensor name, as in model.layers.2.mlp, and -1 for names without one."""
+    return {int(found[1]) if (found := re.search(r"\.(\d+)\.", name)) else -1 for name in names}
 
 
 def load_hf_config(
