@@ -105,6 +105,12 @@ def _explain_unknown_option(error: Any) -> None:
         error.message += "" if fix.startswith("remove it") else "; settings are given as --set KEY=VALUE"
         error.message += fix and "; " + re.sub(r"\bset (?=\S+=)", "--set ", fix)
     name = error.option_name.replace("_", "-")
+    if (
+        name in ("--config", "--config-file")
+        and error.ctx
+        and error.ctx.command.name in ("train", "plan", "verify", "sweep")
+    ):
+        error.message = f"No such option: {name}; give the file alone: mega {error.ctx.command.name} run.yaml"
     if meant := [option for option in sorted(options) if name in _OPTION_SYNONYMS.get(option, "").split()]:
         error.possibilities = meant
 

@@ -93,6 +93,7 @@ CASES: list[tuple[str, str, str, str]] = [
     ("ckpt merge-adapter hf nope out/m", "nope", "no such folder", "run with `lora`"),
     ("ckpt upcycle hf out/u --experts 4 --top-k 8", "--top-k", "top_k = 8", "at most the 4 experts"),
     ("train nope.yaml", "nope.yaml", "no such file", ""),
+    ("train --config run.yaml", "--config", "No such option", "mega train run.yaml"),
     ("generate hf once", "(once)", "the command takes MODEL", "--prompt TEXT"),
     ("train words.yaml", "words.yaml", "'just text'", "KEY: VALUE"),
     ("train broken.yaml", "broken.yaml", "line 1, column 4: the [ is not closed", "before line 2"),
@@ -169,6 +170,12 @@ CASES: list[tuple[str, str, str, str]] = [
     (f"{TRAIN} data.kind=fim --set data.tokenizer=hf", "data.fim.tokens", "are missing", "set data.fim.tokens"),
     (f"{TRAIN} tokenizer=hf", "tokenizer", "unknown key", "did you mean data.tokenizer?"),
     (f"{TRAIN} model.preset=null --set model.from=nope", "nope", "no such folder", "give a mega checkpoint"),
+    (
+        f"{GRPO} objective.rewards=typing_error.py:score",
+        "objective.rewards",
+        "not valid Python, line 1",
+        "correct the file",
+    ),
     (f"{GRPO} objective.rewards=rewards.py:exact", "objective.rewards", "no 'exact'", "rewards.py:other"),
     (
         f"{GRPO} objective.rewards=no_package.rewards:exact",
@@ -346,6 +353,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "text.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
         "nokey.jsonl": '{"body": "abc"}\n',
         "plain.jsonl": "just a text\n",
+        "typing_error.py": "def score(prompt\n",
         "rewards.py": "def score(prompt, answer, record): return 1.0\ndef other(prompt, answer, record): return 2.0\n",
         "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
         "lfs.gguf": LFS,

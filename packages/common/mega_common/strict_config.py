@@ -68,6 +68,7 @@ _PYDANTIC_RULES = {
 _SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of that meaning
     "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "chat": "conversations",
     "swish": "swiglu", "silu": "swiglu", "rotary": "rope", "absolute": "learned", "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
+    "sigmoid": "dpo",
     "json": "text", "jsonl": "text", "parquet": "text", "csv": "text", "txt": "text",
 }  # fmt: skip
 MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_OPTIONS, MAX_SUGGESTED_DEPTH = 3, 4, 8, 2
@@ -274,6 +275,8 @@ def _find_foreign_key_fix(cls: type[StrictConfig], location: Sequence[str], valu
         return "remove it"
     if not fix or " " in fix:
         return fix
+    if fix.endswith(".kind") and isinstance(value, str):
+        value = _SYNONYMS.get(value.lower(), value)
     shown = "" if isinstance(value, Mapping) else f"={value if isinstance(value, str) else format_setting_value(value)}"
     return f"set {fix}{shown} instead"
 

@@ -141,6 +141,9 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
     assert {sentence.split()[0] for sentence in head.unverified[:2]} == {"The"}
     assert "classify" in head.unverified[1]
     assert choose_covering_layout_cases(head, 1, 2, seed=0)[0].is_legal
+    for text in ("tp=2,sp=true", "tp=two", "dp=2 batch=8.5"):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            parse_layout(tiny, text)
     with pytest.raises(ConfigError, match="tpp=2 is not a setting of a layout"):
         parse_layout(tiny, "tpp=2")
     with pytest.raises(ConfigError, match="at most 8 processes, found 16"):

@@ -139,8 +139,13 @@ def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
     yield from _existence_problem("objective.rewards", file or None)
     try:
         tree = ast.parse(Path(file).read_bytes()) if file else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return  # a missing file is another problem; the run reports an error of the file
+    except (OSError, ValueError):
+        return  # a missing file is another problem
+    except SyntaxError as error:
+        yield ConfigProblem(
+            "objective.rewards", f"is not valid Python, line {error.lineno}: {error.msg}", rewards, "correct the file"
+        )
+        return
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     others = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     others |= {(node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}

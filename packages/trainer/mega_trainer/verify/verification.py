@@ -485,6 +485,11 @@ def parse_layout(tiny: TinyModelRun, text: str) -> LayoutCase:
                 hint=f"use KEY=VALUE of {', '.join(LAYOUT_KEYS)}, as mega verify prints them",
             )
         given[key] = yaml.safe_load(value)
+        if key in ("tp", "pp", "cp", "dp", "ep", "batch", "micro", "virtual_stages") and type(given[key]) is not int:
+            raise ConfigError(
+                f"--only {text!r}: {key} = {value!r} must be a whole number",
+                hint="write settings with spaces: tp=2 dp=2",
+            )
     dp, batch = given.pop("dp", 1), given.pop("batch", 8)
     fields: dict[str, Any] = {"batch": batch, "micro": given.pop("micro", max(1, batch // dp))}
     if "bucket" in given:
