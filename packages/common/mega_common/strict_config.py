@@ -122,10 +122,12 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
 
 def _find_foreign_file(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield one problem if a file has several keys and none of them is known: it is a file of another kind."""
-    known, fixes = _list_known_keys(cls, []), cls.load_foreign_keys()
-    own = (key for key in map(str, raw) if key not in fixes and difflib.get_close_matches(key, known))
-    if len(raw) >= MIN_FOREIGN_KEYS and not any(own):
-        expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
+    known = _list_known_keys(cls, [])
+    required = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()]
+    if len(raw) < MIN_FOREIGN_KEYS or raw.keys() & {*required}:
+        return
+    fixes, expected = cls.load_foreign_keys(), required or known
+    if not any(key not in fixes and difflib.get_close_matches(key, known) for key in map(str, raw)):
         found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
         rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
         translated = "translate another trainer's file with mega train --from-hf-args FILE or --from-deepspeed FILE"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from math import isclose
 from pathlib import Path
 from typing import Any, Literal
@@ -128,8 +128,7 @@ class RunConfig(StrictConfig):
     @classmethod
     def load_foreign_keys(cls) -> Mapping[str, str]:
         """Return the fix for each key of other trainers' settings, from the table `foreign_keys.yaml`."""
-        table = load_yaml_mapping(Path(__file__).with_name("foreign_keys.yaml"))
-        return {key: fix for fix, keys in table.items() for key in keys.split()}
+        return _load_foreign_key_table()
 
     @property
     def registry(self) -> ExtensionRegistry:
@@ -448,6 +447,12 @@ def flatten_settings(value: object, path: str = "") -> dict[str, object]:
             k: v for key, item in value.items() for k, v in flatten_settings(item, f"{path}.{key}".strip(".")).items()
         }
     return {path: value}
+
+
+@cache
+def _load_foreign_key_table() -> Mapping[str, str]:
+    table = load_yaml_mapping(Path(__file__).with_name("foreign_keys.yaml"))
+    return {key: fix for fix, keys in table.items() for key in keys.split()}
 
 
 def format_overrides(settings: Mapping[str, object]) -> list[str]:
