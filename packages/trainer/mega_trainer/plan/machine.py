@@ -294,12 +294,11 @@ class Interconnect:
         """
         return RankPlacement(size, min(size, max(1, self.node // stride)))
 
-    def all_gather_seconds(self, total: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an all-gather to, or a reduce-scatter from, `total` bytes over the group `ranks`."""
+    def all_gather_seconds(self, total: float, ranks: RankPlacement, calls: float = 1) -> float:
+        """Return the seconds of an all-gather to, or a reduce-scatter from, `total` bytes over `ranks`, by `calls` calls."""
         if ranks.size == 1:
             return 0.0
-        rate = self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
-        return total * (ranks.size - 1) / ranks.size / rate + self.hop * ranks.size
+        return total * (ranks.size - 1) / ranks.size / self._rank_rate(ranks) + calls * self.hop * ranks.size
 
     def all_reduce_seconds(self, total: float, ranks: RankPlacement, calls: int = 1) -> float:
         """Return the seconds of an all-reduce of `total` bytes over a group of ranks, in equal parts by `calls` calls.
@@ -309,10 +308,13 @@ class Interconnect:
         """
         if ranks.size == 1:
             return 0.0
-        ring = self.all_gather_seconds(total, ranks) + (calls - 1) * self.hop * ranks.size
-        rate = self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
-        tree = total / rate + calls * self.hop * (ranks.local + math.log2(ranks.num_nodes))
+        ring = self.all_gather_seconds(total, ranks, calls)
+        tree = total / self._rank_rate(ranks) + calls * self.hop * (ranks.local + math.log2(ranks.num_nodes))
         return 2 * min(ring, tree)
+
+    def _rank_rate(self, ranks: RankPlacement) -> float:
+        """Return the bytes a second through each rank of a group: of its link, or its node's share of the network."""
+        return self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
 
     def all_to_all_seconds(self, sent: float, ranks: RankPlacement) -> float:
         """Return the seconds of an even all-to-all over a group of ranks.

@@ -379,19 +379,20 @@ class PlannedRun:
             profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
             bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
             buckets = math.ceil(trained / bucket)
-            latency = cost_model.interconnect.hop * ranks * (buckets - 1)
             interconnect, gradients = cost_model.interconnect, profile.gradient_bytes * trained
-            gather = interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group)
+            weights = cost_model.bytes_per_activation * trained
             if not run.zero:
                 reduce = interconnect.all_reduce_seconds(gradients, group, buckets)
                 exposed += cost_model.rates.exposed_seconds(reduce, backward)
             elif not profile.overlaps_reduction:  # all weights are gathered by one call
-                exposed += interconnect.all_reduce_seconds(gradients, group, buckets) + gather
+                exposed += interconnect.all_reduce_seconds(gradients, group, buckets)
+                exposed += interconnect.all_gather_seconds(weights, group)
             else:
                 times = run.microbatches if run.zero == 2 else 1
-                reduce = interconnect.all_gather_seconds(gradients, group) + latency
+                reduce = interconnect.all_gather_seconds(gradients, group, buckets)
+                gather = interconnect.all_gather_seconds(weights, group, buckets)
                 exposed += times * cost_model.rates.exposed_seconds(reduce, backward)
-                exposed += cost_model.rates.exposed_seconds(gather + latency, forward)
+                exposed += cost_model.rates.exposed_seconds(gather, forward)
         seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
         return {"data": exposed, "optimizer": seconds}
 
@@ -399,12 +400,10 @@ class PlannedRun:
         """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one step."""
         run, cost_model = self.run, self.cost_model
         group = cost_model.interconnect.make_rank_group(run.zero3_shard_ranks, stride)
-        units = self.model.num_layers / run.pp / self.unit
-        latency = cost_model.interconnect.hop * run.zero3_shard_ranks * max(0.0, units - 1)
-        weights = cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * held, group) + latency
-        reduce = (
-            cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
-        )
+        units = max(1.0, self.model.num_layers / run.pp / self.unit)
+        interconnect, gradients = cost_model.interconnect, cost_model.profile.gradient_bytes * trained
+        weights = interconnect.all_gather_seconds(cost_model.bytes_per_activation * held, group, units)
+        reduce = interconnect.all_gather_seconds(gradients, group, units)
         exposed_seconds = cost_model.rates.exposed_seconds
         gather = exposed_seconds(weights, forward)
         if run.zero3_gather == "step":
