@@ -95,8 +95,13 @@ class CommandTree(TyperGroup):
 
 def _explain_unknown_option(error: Any) -> None:
     """Add what the user may have meant to click's error for an unknown option."""
+    name, command = error.option_name.replace("_", "-"), error.ctx.command if error.ctx else None
+    options = {option for each in command.params for option in each.opts} if command else set()
+    if command and name in ("--config", "--config-file") and command.name in ("train", "plan", "verify", "sweep"):
+        error.message = f"No such option: {name}; give the file alone: mega {command.name} run.yaml"
+        error.possibilities = ()
+        return
     error.possibilities = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
-    options = {option for each in error.ctx.command.params for option in each.opts} if error.ctx else set()
     if "--set" in options and not error.possibilities:
         from mega_common.strict_config import suggest_other_key
         from mega_trainer.config.run_config import RunConfig
@@ -104,13 +109,6 @@ def _explain_unknown_option(error: Any) -> None:
         fix = suggest_other_key(RunConfig, [error.option_name.lstrip("-")], "VALUE")
         error.message += "" if fix.startswith("remove it") else "; settings are given as --set KEY=VALUE"
         error.message += fix and "; " + re.sub(r"\bset (?=\S+=)", "--set ", fix)
-    name = error.option_name.replace("_", "-")
-    if (
-        name in ("--config", "--config-file")
-        and error.ctx
-        and error.ctx.command.name in ("train", "plan", "verify", "sweep")
-    ):
-        error.message = f"No such option: {name}; give the file alone: mega {error.ctx.command.name} run.yaml"
     if meant := [option for option in sorted(options) if name in _OPTION_SYNONYMS.get(option, "").split()]:
         error.possibilities = meant
 

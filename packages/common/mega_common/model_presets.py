@@ -297,10 +297,9 @@ def load_model_preset(name: str) -> dict[str, Any]:
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        letters = re.match("[a-z]*", near[0] if near else "")
-        similar = [preset for preset in PRESETS if letters is None or preset.startswith(letters[0])]
+        letters = re.sub("[^a-z].*", "", near[0]) if near else ""
         raise ConfigError(
             f"model.preset = {name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else ""),
-            hint=f"presets: {', '.join(similar)}",
+            hint=f"presets: {', '.join(preset for preset in PRESETS if preset.startswith(letters))}",
         )
     return copy.deepcopy(PRESETS[name])
